@@ -1,0 +1,260 @@
+"""One averaging: layout, staging buffers, wire and engine put together into a pipeline of asynchronous collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .backends import Backend, BoundBucket, pick
+from .control import wait
+from .errors import LocalSGDError
+from .layout import Rule, Table, TensorSpec, is_dense, plan
+from .report import PendingReport, SyncReport
+from .wire import AVERAGEABLE, allreduce_bytes, broadcast_bytes, check_wire, real_dtype, wire_dtype
+
+SLOTS = 3
+"""Staging buffers per device: one bucket is packed or applied while up to SLOTS - 1 travel."""
+
+DEFAULT_BUCKET_MB = {"cpu": 8.0}
+"""MiB of one staging buffer by device type, chosen by measuring (benchmarks/averaging.py --bucket-mb)."""
+
+DEFAULT_BUCKET_MB_ELSEWHERE = 32.0
+
+
+class Item(NamedTuple):
+    """A tensor to be averaged in place (or to follow rank 0), with the name that errors show."""
+
+    name: str
+    tensor: torch.Tensor
+    rule: Rule = Rule.MEAN
+    is_parameter: bool = True
+
+
+class Averager:
+    """Averages lists of tensors in place over a process group; keeps the layout and the buffers between calls.
+
+    group: the ranks that average with each other. wire: see `LocalSGD`. bucket_mb: MiB of one staging buffer, None for the
+    device's default; extra memory is SLOTS + 1 of them (one more for 16-bit parameters), never a copy of the model, save that a
+    tensor with gaps in its memory (a slice of a larger one) is copied while it is averaged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire: str, backend: Backend, bucket_mb: float | None) -> None:
+        self.group = group
+        self.world_size = group.size()
+        self.rank = group.rank()
+        self._source = dist.get_global_rank(group, 0)
+        self._wire = wire
+        self._backend = backend
+        self._bucket_mb = bucket_mb
+        self.release()
+
+    def release(self) -> None:
+        """Drop the buffers and every view of the tensors, so that their memory can be freed; the next call makes them anew."""
+        self._bound: list[_Place] = []
+        self._buckets: list[tuple[Table, BoundBucket, bool]] = []
+        self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wire_bytes = 0
+        self._device = torch.device("cpu")
+
+    @torch.no_grad()
+    def average(self, items: Sequence[Item], *, step: int, round: int, interval: int) -> PendingReport:
+        """Replace every tensor by its mean over the ranks (or by rank 0's value), in place.
+
+        Must be called by all ranks of the group with equal layouts. If a collective fails, the error is raised once no buffer is
+        in flight any more, and every element holds either its local or its averaged value.
+        """
+        begun = time.perf_counter()
+        self._bind(items)
+        for tensor, dense in self._with_gaps:
+            dense.copy_(tensor)
+        distance_sq, mean_sq = self._run()
+        for tensor, dense in self._with_gaps:
+            tensor.copy_(dense)
+        # Nothing to average (a model without trainable parameters) means no collective at all.
+        work = dist.all_reduce(distance_sq, group=self.group, async_op=True) if self._buckets else None
+        seconds = time.perf_counter() - begun
+        return PendingReport(
+            step, round, interval, seconds, self._wire_bytes, self.world_size, self._backend.name, distance_sq, mean_sq, work
+        )
+
+    def _run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pack bucket k while k - 1 travels and k - 2 is copied back. Gives ||local - mean||^2 and ||mean||^2."""
+        flying: deque[tuple[Table, BoundBucket, bool, dist.Work]] = deque()
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for table, bucket, measured in self._buckets:
+                # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
+                if len(flying) == SLOTS:
+                    self._land(flying, sums)
+                bucket.pack()
+                flying.append((table, bucket, measured, self._send(table, bucket)))
+            while flying:
+                self._land(flying, sums)
+        except BaseException:
+            # The collectives still in flight write to the staging buffers: they must end before anyone uses these again.
+            for *_, work in flying:
+                with contextlib.suppress(Exception):
+                    wait(work)
+            self.release()
+            raise
+        device = sums[0][0].device if sums else self._device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        total = torch.zeros(2, dtype=wide, device=device)
+        for pair in sums:
+            total += torch.stack(pair).to(device, wide)
+        return total[0].clone(), total[1]
+
+    def _send(self, table: Table, bucket: BoundBucket) -> dist.Work:
+        if table.rule is Rule.FOLLOW:
+            return dist.broadcast(bucket.buffer, self._source, group=self.group, async_op=True)
+        return dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+
+    def _land(
+        self, flying: deque[tuple[Table, BoundBucket, bool, dist.Work]], sums: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Wait for the oldest bucket and copy it back."""
+        table, bucket, measured, work = flying[0]
+        wait(work)
+        flying.popleft()
+        if table.rule is Rule.FOLLOW:
+            if self.rank != 0:
+                bucket.apply(1)
+        elif measured:
+            sums.append(bucket.apply_measured(self.world_size))
+        else:
+            bucket.apply(self.world_size)
+
+    def _bind(self, items: Sequence[Item]) -> None:
+        """Lay out the tensors and tie them to buffers, unless they are where they were the last time."""
+        if len(items) == len(self._bound) and all(map(_unmoved, items, self._bound)):
+            return
+        self.release()
+        dense = [self._dense(item.tensor) for item in items]
+        flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
+        specs = [self._spec(item, flat) for item, flat in zip(items, flats, strict=True)]
+        if not specs:
+            return
+        self._device = specs[0].device
+        bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(self._device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
+        tables = plan(specs, int(bucket_mb * 2**20))
+
+        pools = {device: _pool(device, [t for t in tables if t.device == device]) for device in {t.device for t in tables}}
+        for table in tables:
+            *staging, scratch = pools[table.device]
+            for bucket in table.buckets:
+                slot = staging[len(self._buckets) % SLOTS]
+                bound = self._backend.bind(table, bucket, flats, slot, scratch)
+                self._buckets.append((table, bound, bucket.drift_numel > 0))
+            payload = table.numel * table.wire.itemsize
+            if table.rule is Rule.FOLLOW:
+                self._wire_bytes += broadcast_bytes(payload, self.rank, self.world_size)
+            else:
+                self._wire_bytes += allreduce_bytes(payload, self.world_size)
+        self._bound = [(t.data_ptr(), t.dtype, t.shape, t.stride(), rule, is_parameter) for _, t, rule, is_parameter in items]
+
+    def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where its memory has no gaps, else a stand-in that is copied from and to it at each averaging."""
+        tensor = tensor.detach()
+        for dim, step in enumerate(tensor.stride()):
+            if step == 0 and tensor.size(dim) > 1:
+                tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension repeats one element
+        if tensor.numel() == 0 or is_dense(tensor.shape, tensor.stride()):
+            return tensor
+        stand_in = tensor.contiguous()
+        self._with_gaps.append((tensor, stand_in))
+        return stand_in
+
+    def _spec(self, item: Item, flat: torch.Tensor) -> TensorSpec:
+        if item.rule is Rule.FOLLOW:
+            wire = flat.dtype
+        else:
+            if flat.dtype not in AVERAGEABLE:
+                raise LocalSGDError(
+                    f"tensor {item.name!r} has dtype {item.tensor.dtype}, which has no mean; averaging takes floating-point and "
+                    "complex tensors (freeze it with requires_grad=False to leave it out)"
+                )
+            wire = wire_dtype(flat.dtype, self._wire, item.name)
+        return TensorSpec(item.name, flat.numel(), flat.dtype, wire, flat.device, item.rule, item.is_parameter, flat.data_ptr())
+
+
+_Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...], Rule, bool]
+
+
+def _unmoved(item: Item, place: _Place) -> bool:
+    """Whether the tensor is still where it was bound. Allocates nothing that lasts, so that no garbage collection starts here."""
+    address, dtype, shape, stride, rule, is_parameter = place
+    tensor = item.tensor
+    return (
+        tensor.data_ptr() == address
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.stride() == stride
+        and item.rule is rule
+        and item.is_parameter == is_parameter
+    )
+
+
+def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """A one-dimensional view of a dense tensor's memory, in the order of the memory: real numbers, or bytes to follow."""
+    if rule is Rule.MEAN and tensor.is_complex():
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8) if rule is Rule.FOLLOW else flat
+
+
+def version(items: Sequence[Item]) -> int:
+    """A number that grows when one of the tensors is written to, as far as torch counts in-place changes."""
+    return sum(tensor._version for _, tensor, _, _ in items if not tensor.is_inference())
+
+
+def averageable(tensor: torch.Tensor) -> bool:
+    """Whether a mean of this tensor over ranks is defined."""
+    return real_dtype(tensor.dtype) in AVERAGEABLE
+
+
+def _pool(device: torch.device, tables: Sequence[Table]) -> list[torch.Tensor]:
+    """SLOTS staging buffers and one scratch buffer for measuring, as bytes, each as large as the largest bucket needs."""
+    buckets = [(bucket, table.wire.itemsize) for table in tables for bucket in table.buckets]
+    staging = max(bucket.numel * itemsize for bucket, itemsize in buckets)
+    scratch = max(bucket.drift_numel * max(4, itemsize) for bucket, itemsize in buckets)
+    return [torch.empty(size, dtype=torch.uint8, device=device) for size in [staging] * SLOTS + [scratch]]
+
+
+def average_parameters(
+    tensors: Iterable[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    wire: str = "parameter",
+    backend: str = "auto",
+) -> SyncReport:
+    """Replace every tensor by its mean over the ranks of `group` (default: all), in place, and report what it took.
+
+    tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order. wire:
+    "parameter" (each tensor's own dtype travels) or "float32". backend: "auto" or "torch". Without an initialised process
+    group, or alone in it, there is nothing to average and the tensors stay as they are.
+
+    Raises ValueError for an unknown wire or backend, LocalSGDError for a tensor without a mean (integers) and for a process
+    that is not in `group`.
+    """
+    check_wire(wire)
+    engine = pick(backend)
+    items = [Item(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
+    group = resolve_group(group)
+    if group is None or group.size() == 1:
+        return SyncReport(0, 1, 0, 0.0, 0, 0.0, 1, engine.name)
+    return Averager(group, wire, engine, None).average(items, step=0, round=1, interval=0).result()
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The given group, else the world, else None where torch.distributed is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise LocalSGDError(f"rank {dist.get_rank()} is not a member of the process group it was asked to average over")
+    return group

@@ -1,0 +1,62 @@
+"""The engines that move tensors into and out of staging buffers, behind one small interface over buckets.
+
+`reference` is pure PyTorch, runs on every device and is the definition of correct; any other engine must match it bit for bit
+and use the same layout on the wire, so that ranks with different engines can average with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..layout import Bucket, Table
+
+BACKENDS = ("auto", "native", "torch")
+
+
+class BoundBucket(Protocol):
+    """One bucket tied to the memory of its tensors and to a staging buffer.
+
+    Between `pack` and `apply` the caller sums `buffer` over the ranks (or broadcasts it, by the table's rule). Nothing but
+    `apply` writes to the tensors, so a failure before it leaves them as they were.
+    """
+
+    buffer: torch.Tensor  # what travels: shape (bucket.numel,), the table's wire dtype
+
+    def pack(self) -> None:
+        """Copy the tensors into `buffer`, rounding to the wire dtype (exact for the exact wires)."""
+
+    def apply(self, divisor: int) -> None:
+        """Divide the sum by `divisor` in the wire dtype and copy it back, rounding once to the tensors' dtype."""
+
+    def apply_measured(self, divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `apply`; also gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, each of shape ()."""
+
+
+class Backend(Protocol):
+    """An engine. `name` is what reports show."""
+
+    name: str
+
+    def bind(
+        self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
+    ) -> BoundBucket:
+        """Tie a bucket to memory.
+
+        flats: for each tensor of the plan a one-dimensional view of its memory, in the table's dtype. staging: bytes to hold
+        the bucket, shape (n,), uint8, shared with buckets that are not in flight at the same time. scratch: float bytes for
+        measuring, likewise shared; its use ends with each call.
+        """
+
+
+def pick(backend: str) -> Backend:
+    """The engine for a `backend=` argument. Raises ValueError for an unknown one, NotImplementedError for "native"."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not known; allowed: {', '.join(map(repr, BACKENDS))}")
+    if backend == "native":
+        raise NotImplementedError("backend='native' is not available yet; use backend='auto' or backend='torch'")
+    from .reference import ReferenceBackend
+
+    return ReferenceBackend()

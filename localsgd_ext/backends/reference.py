@@ -1,0 +1,76 @@
+"""The pure PyTorch engine: runs on every device, and defines what the right result is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..layout import Bucket, Table
+
+
+class ReferenceBackend:
+    """See `Backend`."""
+
+    name = "torch"
+
+    def bind(
+        self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
+    ) -> ReferenceBucket:
+        return ReferenceBucket(table, bucket, flats, staging, scratch)
+
+
+class ReferenceBucket:
+    """See `BoundBucket`. All views are made once, here: with many small tensors making them costs more than copying."""
+
+    def __init__(
+        self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        self.buffer = staging[: bucket.numel * table.wire.itemsize].view(table.wire)
+        sizes = [segment.numel for segment in bucket.segments]
+        self._tensors = [_slice(flats[s.tensor], s.start, s.numel) for s in bucket.segments]
+        self._staged = list(self.buffer.split(sizes))
+        self._exact = table.dtype == table.wire
+        # Parameters come first in a table, so the measured part is a whole number of leading segments.
+        measured = table.wire if table.wire.itemsize >= 4 else torch.float32
+        self._scratch = scratch[: bucket.drift_numel * measured.itemsize].view(measured)
+        self._mean = self.buffer[: bucket.drift_numel]
+        count = sum(s.offset < bucket.drift_numel for s in bucket.segments)
+        self._measured = self._tensors[:count]
+        self._measured_staged = list(self._scratch.split(sizes[:count])) if count else []
+
+    def pack(self) -> None:
+        if self._exact and len(self._tensors) > 1:
+            torch.cat(self._tensors, out=self.buffer)
+        else:
+            torch._foreach_copy_(self._staged, self._tensors)
+
+    def apply(self, divisor: int) -> None:
+        self._divide(divisor)
+        torch._foreach_copy_(self._tensors, self._staged)
+
+    def apply_measured(self, divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._divide(divisor)
+        scratch, mean = self._scratch, self._mean
+        if len(self._measured) > 1 and scratch.dtype == self._measured[0].dtype:
+            torch.cat(self._measured, out=scratch)
+        else:
+            torch._foreach_copy_(self._measured_staged, self._measured)
+        torch._foreach_copy_(self._tensors, self._staged)
+        scratch.sub_(mean)
+        distance_sq = torch.dot(scratch, scratch)
+        if mean.dtype != scratch.dtype:
+            mean = scratch.copy_(mean)
+        return distance_sq, torch.dot(mean, mean)
+
+    def _divide(self, divisor: int) -> None:
+        if divisor == 1:
+            return
+        if divisor & (divisor - 1) == 0:
+            self.buffer.mul_(1.0 / divisor)  # exact for a power of two, hence the same bits as dividing, and faster
+        else:
+            self.buffer.div_(divisor)
+
+
+def _slice(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    return flat if numel == flat.numel() else flat[start : start + numel]

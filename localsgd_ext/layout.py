@@ -1,0 +1,138 @@
+"""Where each tensor lies in flat space: pure arithmetic, no torch.distributed, no tensor data.
+
+Tensors are grouped into one :class:`Table` per (device, dtype, rule). Inside a table they are laid end to end and the whole
+is cut into :class:`Bucket` objects of nearly equal size, so that a tensor larger than a bucket spans several and small ones
+share one. Every rank computes the same tables from the same tensors; nothing of it travels.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGN = 256
+"""Buckets start at multiples of this many elements: the block of the low-precision wires, so no block straddles two buckets."""
+
+
+class Rule(enum.Enum):
+    """How the copies of one tensor on the ranks become one value."""
+
+    MEAN = "mean"
+    FOLLOW = "follow"  # rank 0's value, byte for byte: integer buffers, and float buffers under "broadcast"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What the layout needs to know of one dense tensor. Complex tensors are described as twice as many real numbers."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    wire: torch.dtype
+    device: torch.device
+    rule: Rule
+    is_parameter: bool  # parameters count in the drift, buffers do not
+    address: int  # of the first element; equal address and size means a tied tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, start + numel) of tensor number `tensor`, found at `offset` in the bucket."""
+
+    tensor: int
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What travels in one collective: `numel` elements, of which the first `drift_numel` are parameters."""
+
+    numel: int
+    drift_numel: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The buckets of all tensors that share a device, a dtype and a rule. Indices point into the list given to `plan`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    wire: torch.dtype
+    rule: Rule
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements on the wire for one averaging."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in whatever order of the dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Table, ...]:
+    """Lay the tensors out. Empty tensors take no room; of tied tensors the first stands for all.
+
+    Tables come in the order in which their first tensor does, parameters before buffers inside each, which is the same on
+    every rank. Buckets of one table differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, Rule], list[int]] = {}
+    seen: set[tuple[int, int, torch.dtype]] = set()
+    for index, spec in enumerate(specs):
+        identity = (spec.address, spec.numel, spec.dtype)
+        if spec.numel == 0 or identity in seen:
+            continue
+        seen.add(identity)
+        groups.setdefault((spec.device, spec.dtype, spec.wire, spec.rule), []).append(index)
+    return tuple(
+        Table(device, dtype, wire, rule, _cut(specs, members, max(1, bucket_bytes // wire.itemsize)))
+        for (device, dtype, wire, rule), members in groups.items()
+    )
+
+
+def _cut(specs: Sequence[TensorSpec], members: Sequence[int], capacity: int) -> tuple[Bucket, ...]:
+    """Cut the tensors of one table, laid end to end, into buckets of at most `capacity` elements (at least ALIGN)."""
+    ordered = sorted(members, key=lambda index: not specs[index].is_parameter)
+    total = sum(specs[index].numel for index in ordered)
+    drift_left = sum(specs[index].numel for index in ordered if specs[index].is_parameter)
+    capacity = max(ALIGN, capacity // ALIGN * ALIGN)
+    even = math.ceil(total / math.ceil(total / capacity))
+    size = min(capacity, math.ceil(even / ALIGN) * ALIGN)
+
+    buckets: list[Bucket] = []
+    segments: list[Segment] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal segments, filled, drift_left
+        drift = min(filled, drift_left)
+        drift_left -= drift
+        buckets.append(Bucket(filled, drift, tuple(segments)))
+        segments, filled = [], 0
+
+    for index in ordered:
+        start = 0
+        while start < specs[index].numel:
+            take = min(specs[index].numel - start, size - filled)
+            segments.append(Segment(index, start, filled, take))
+            start += take
+            filled += take
+            if filled == size:
+                close()
+    if filled:
+        close()
+    return tuple(buckets)

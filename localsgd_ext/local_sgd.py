@@ -1,0 +1,292 @@
+"""LocalSGD: enter, step, exit."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from . import backends, models
+from . import wire as wires
+from .averager import Averager, Item, resolve_group, version
+from .control import any_rank
+from .errors import LocalSGDError, NonFiniteError
+from .report import PendingReport, SyncReport
+from .schedules import Schedule, as_schedule, checked_interval
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+COUNTS = ("calls", "optimizer")
+NONFINITE = ("raise", "exclude", "ignore")
+
+
+class LocalSGD:
+    """Train a copy of the model on every rank and average the parameters every few steps.
+
+    A drop-in for `accelerate.local_sgd.LocalSGD`::
+
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            for batch in dataloader:
+                ...
+                optimizer.step()
+                local_sgd.step()
+
+    Local SGD: Stich 2019, arXiv 1805.09767; the same averaging earlier in Zhang et al. 2016, arXiv 1606.07365.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`, or None for plain torch.distributed (every step() is then an optimizer step).
+        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model or a plain module.
+        local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule: a callable taking this object
+            and returning the number of local steps of the next round, 0 for a step of ordinary synchronous training (gradients
+            all-reduced by DDP; a model without DDP is averaged after that step instead).
+        enabled: False makes it do nothing but count steps, as does a run that is not distributed.
+        count: "calls" counts every step(), as Accelerate does; "optimizer" only those at which gradients were applied.
+        wire: element type that travels. "parameter": each tensor's own; "float32": sums 16-bit parameters in float32.
+        buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
+            0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
+        nonfinite: "raise" NonFiniteError on every rank once an averaging has met NaN or inf in a parameter; "ignore" it.
+        process_group: the ranks that average; default the DDP model's own group, else all ranks.
+        backend: "auto" or "torch" (pure PyTorch).
+        bucket_mb: size of one staging buffer in MiB; None for the device's default.
+        outer, overlap_steps, fragments, state_device, timeout: not available yet beyond their defaults.
+
+    Attributes:
+        num_steps: counted steps. num_syncs: averagings done. enabled: whether this object averages at all.
+
+    Raises:
+        TypeError, ValueError: an argument is not allowed; the message says what is.
+        NotImplementedError: DeepSpeed, Megatron-LM, FSDP, XLA, or an argument that is not available yet.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        model: torch.nn.Module,
+        local_sgd_steps: int | Schedule,
+        enabled: bool = True,
+        *,
+        count: str = "calls",
+        wire: str = "parameter",
+        outer: Any = None,
+        buffers: str = "average",
+        nonfinite: str = "raise",
+        overlap_steps: int = 0,
+        fragments: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+        bucket_mb: float | None = None,
+        state_device: str | torch.device | None = None,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        self._schedule = as_schedule(local_sgd_steps)
+        _check_choice("count", count, COUNTS)
+        _check_choice("buffers", buffers, models.BUFFER_POLICIES)
+        _check_choice("nonfinite", nonfinite, NONFINITE)
+        wires.check_wire(wire)
+        engine = backends.pick(backend)
+        later = {
+            "outer": outer is not None,
+            "overlap_steps": overlap_steps != 0,
+            "fragments": fragments != 1,
+            "state_device": state_device is not None,
+            "timeout": timeout is not None,
+            "nonfinite='exclude'": nonfinite == "exclude",
+        }
+        for argument, asked in later.items():
+            if asked:
+                raise NotImplementedError(f"{argument} is not available yet; leave it at its default")
+        if bucket_mb is not None and not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be a number of MiB > 0, or None for the default; got {bucket_mb!r}")
+        models.check_accelerator(accelerator)
+
+        self.num_steps = 0
+        self.num_syncs = 0
+        self.enabled = bool(enabled) and models.is_distributed(accelerator)
+        self._accelerator = accelerator
+        self._count = count
+        self._nonfinite = nonfinite
+        self._inside = False
+        self._interval: int | None = None  # local steps of the current round; None until the schedule was first asked
+        self._round_began = 0  # num_steps at the last scheduled averaging
+        self._no_sync: contextlib.AbstractContextManager[None] | None = None
+        self._pending: PendingReport | None = None
+        self._report: SyncReport | None = None
+        self._averager: Averager | None = None  # None where there is nobody to average with
+        self._ddp: DistributedDataParallel | None = None  # None where no gradient sync has to be switched
+        self._stepped = False  # whether step() was called since the last averaging
+        self._version = -1  # of the tensors right after the last averaging
+        if not self.enabled:
+            return
+
+        self._selection = models.Selection(model, buffers)
+        for item in self._selection.items():
+            if item.is_parameter:
+                wires.wire_dtype(wires.real_dtype(item.tensor.dtype), wire, item.name)
+        ddp = models.find_ddp(model)
+        if process_group is None and ddp is not None:
+            process_group = ddp.process_group
+        group = resolve_group(process_group)
+        if group is None or group.size() == 1:
+            return
+        self._averager = Averager(group, wire, engine, bucket_mb)
+        if ddp is not None and models.syncs_gradients_over(ddp, group):
+            self._ddp = ddp
+
+    def __enter__(self) -> LocalSGD:
+        if self._inside:
+            raise LocalSGDError(
+                "this LocalSGD was entered again inside its own `with` block; leave the block first, or make another instance"
+            )
+        if self.enabled:
+            if self._interval is None:
+                self._interval = checked_interval(self._schedule, self)
+            self._train_locally(self._interval > 0)
+        self._inside = True
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        """Average what was not averaged yet, and turn DDP's gradient sync on again, whatever happens.
+
+        After an exception no collective is started: the peers may be anywhere.
+        """
+        try:
+            if exc_type is None and self._averager is not None:
+                if self._any_rank_has_news(self._averager):
+                    self._average()
+                self._settle_report()
+        finally:
+            self._inside = False
+            self._pending = None
+            self._train_locally(False)
+            if self._averager is not None:
+                self._averager.release()
+
+    def step(self) -> None:
+        """Count a step, and average if one is due. Call it once after each optimizer.step(), on all ranks alike.
+
+        Raises LocalSGDError outside the `with` block, NonFiniteError as `nonfinite` says.
+        """
+        applied = self._accelerator is None or self._accelerator.sync_gradients
+        counted = self._count == "calls" or applied
+        self.num_steps += counted
+        if not self.enabled:
+            return
+        if not self._inside or self._interval is None:
+            raise LocalSGDError("step() was called outside the `with LocalSGD(...)` block, where gradients are synchronised")
+        self._stepped = True
+        if counted and self.num_steps - self._round_began >= self._interval:
+            synchronous = self._interval == 0 and self._no_sync is None and self._ddp is not None
+            if synchronous:
+                self._ranks_are_equal(self._selection.items())  # DDP's gradient sync was on: there is nothing to send
+            else:
+                self._average()
+            self._round_began = self.num_steps
+            self._interval = checked_interval(self._schedule, self)
+        if applied:
+            # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
+            self._train_locally(self._interval > 0)
+
+    def synchronize(self) -> SyncReport | None:
+        """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with."""
+        if self._averager is None:
+            return None
+        self._average()
+        return self.report
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[SyncReport | None]:
+        """The averaged weights inside the block, this rank's own weights again after it, bit for bit, also after an error.
+
+        To be entered on all ranks alike; gives the report of the averaging. Holds a copy of the averaged tensors meanwhile.
+        """
+        if self._averager is None:
+            yield None
+            return
+        items = self._selection.items()
+        news = self._has_news()
+        own = [item.tensor.detach().clone() for item in items]
+        try:
+            self._average()
+            yield self.report
+        finally:
+            with torch.no_grad():
+                for item, copy in zip(items, own, strict=True):
+                    item.tensor.copy_(copy)
+            self._stepped = news
+            self._version = version(items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not available yet."""
+        raise NotImplementedError("LocalSGD.state_dict is not available yet; call synchronize() before saving the model")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Not available yet."""
+        raise NotImplementedError("LocalSGD.load_state_dict is not available yet")
+
+    @property
+    def report(self) -> SyncReport | None:
+        """The report of the last averaging, or None before the first. Reading it may wait for the ranks' drift."""
+        self._settle_report()
+        return self._report
+
+    def metrics(self) -> dict[str, float]:
+        """The last report as flat numbers, ready for `accelerator.log`; empty before the first averaging."""
+        report = self.report
+        return {} if report is None else report.metrics()
+
+    def _average(self) -> None:
+        if self._averager is None:
+            return
+        self._settle_report()
+        items = self._selection.items()
+        self._pending = self._averager.average(
+            items, step=self.num_steps, round=self.num_syncs + 1, interval=self._interval or 0
+        )
+        self.num_syncs += 1
+        self._selection.sent(items)
+        self._ranks_are_equal(items)
+        if self._nonfinite == "raise" and not self._pending.mean_sq.isfinite():
+            bad = [i.name for i in items if i.is_parameter and not i.tensor.isfinite().all()]
+            if bad:
+                raise NonFiniteError(
+                    f"the average at step {self.num_steps} holds NaN or inf in {len(bad)} parameters, first in {bad[0]!r}: at least "
+                    "one rank had diverged; lower the learning rate or clip gradients, or pass nonfinite='ignore'"
+                )
+
+    def _ranks_are_equal(self, items: list[Item]) -> None:
+        self._stepped = False
+        self._version = version(items)
+
+    def _has_news(self) -> bool:
+        """Whether this rank's weights changed since the last averaging, by step() or in place without it."""
+        return self._stepped or version(self._selection.items()) != self._version
+
+    def _any_rank_has_news(self, averager: Averager) -> bool:
+        items = self._selection.items()
+        device = items[0].tensor.device if items else torch.device("cpu")
+        return any_rank(self._has_news(), averager.group, device)
+
+    def _settle_report(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._report = pending.result()
+
+    def _train_locally(self, locally: bool) -> None:
+        """Turn DDP's gradient sync off or on."""
+        if locally and self._no_sync is None and self._ddp is not None:
+            self._no_sync = self._ddp.no_sync()
+            self._no_sync.__enter__()
+        elif not locally and self._no_sync is not None:
+            context, self._no_sync = self._no_sync, None
+            context.__exit__(None, None, None)
+
+
+def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")

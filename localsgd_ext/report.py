@@ -1,0 +1,65 @@
+"""What one averaging did, and what it cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from .control import wait
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One averaging, as seen by this rank.
+
+    step: counted steps when it happened. round: which averaging it was, from 1. interval: local steps the schedule gave this
+    round. seconds: host time this rank spent in it. wire_bytes: payload this rank sent, by the collective's own arithmetic.
+    drift: root mean square over ranks of ||x_i - mean|| / ||mean||, over the averaged parameters, before the averaging.
+    active_ranks: ranks whose weights entered the mean. backend: the engine that packed and applied ("torch" or "native").
+    """
+
+    step: int
+    round: int
+    interval: int
+    seconds: float
+    wire_bytes: int
+    drift: float
+    active_ranks: int
+    backend: str
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers, flat, with names ready for a tracker."""
+        return {f"local_sgd/{key}": float(value) for key, value in asdict(self).items() if key != "backend"}
+
+
+@dataclass
+class PendingReport:
+    """A report whose drift is still on its way between the ranks: training need not wait for a number nobody reads."""
+
+    step: int
+    round: int
+    interval: int
+    seconds: float
+    wire_bytes: int
+    active_ranks: int
+    backend: str
+    distance_sq: torch.Tensor  # ||x_i - mean||^2, float, shape (): summed over ranks once `work` is done
+    mean_sq: torch.Tensor  # ||mean||^2, float, shape ()
+    work: dist.Work | None
+
+    def result(self) -> SyncReport:
+        """Wait for the ranks' distances and give the finished report."""
+        if self.work is not None:
+            wait(self.work)
+            self.work = None
+        distance_sq, mean_sq = self.distance_sq.item() / self.active_ranks, self.mean_sq.item()
+        if distance_sq == 0 or mean_sq == 0:  # an all-zero mean has no scale to relate a distance to
+            drift = math.inf if distance_sq else 0.0
+        else:
+            drift = math.sqrt(distance_sq / mean_sq)
+        return SyncReport(
+            self.step, self.round, self.interval, self.seconds, self.wire_bytes, drift, self.active_ranks, self.backend
+        )

@@ -1,0 +1,476 @@
+"""The context manager: when it averages, what it does to DDP's gradient sync, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from localsgd_ext import Every, LocalSGD, LocalSGDError, NonFiniteError
+
+from .ranks import run_ranks
+from .tensors import bits, values
+
+
+def tutorial(rank: int, kind: str, calls: int, accumulation: int, **options: Any) -> dict[str, Any]:
+    """Accelerate's documented loop; gives the step() calls after which an averaging had happened, and the final weights."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD as AccelerateLocalSGD
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    batches = [(values((4, 6), torch.float32, 2 * i, 0), values((4, 3), torch.float32, 2 * i + 1, 0)) for i in range(2 * calls)]
+    dataset = [(x[j], y[j]) for x, y in batches for j in range(4)]
+    dataloader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    model, optimizer, dataloader, scheduler = accelerator.prepare(model, optimizer, dataloader, scheduler)
+    averaged: list[int] = []
+    count = 0
+
+    class Watched(AccelerateLocalSGD):
+        def _sync_and_avg_model_params(self) -> None:
+            averaged.append(count)
+            super()._sync_and_avg_model_params()
+
+    if kind == "accelerate":
+        context: Any = Watched(accelerator=accelerator, model=model, enabled=True, **options)
+    else:
+        context = LocalSGD(accelerator=accelerator, model=model, enabled=True, **options)
+    with context as local_sgd:
+        for inputs, targets in dataloader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                count += 1
+                before = getattr(local_sgd, "num_syncs", 0)
+                local_sgd.step()
+                if getattr(local_sgd, "num_syncs", 0) > before:
+                    averaged.append(count)
+            assert not model.require_backward_grad_sync
+    if kind == "ours" and local_sgd.num_syncs > len(averaged):
+        averaged.append(count)
+    return {
+        "averaged": averaged,
+        "steps": local_sgd.num_steps,
+        "weights": [bits(p) for p in model.parameters()],
+        "sync": model.require_backward_grad_sync,
+    }
+
+
+@pytest.mark.parametrize("calls", [32, 35])
+def test_same_averagings_and_same_weights_as_accelerate(calls: int) -> None:
+    ours = run_ranks(tutorial, 2, "ours", calls, 2, local_sgd_steps=8)
+    theirs = run_ranks(tutorial, 2, "accelerate", calls, 2, local_sgd_steps=8)
+    # Accelerate averages once more at the end, also when nothing has changed since.
+    assert ours[0]["averaged"] == sorted(set(theirs[0]["averaged"])) == sorted({8, 16, 24, 32, calls})
+    assert ours[0]["steps"] == theirs[0]["steps"] == calls
+    assert ours[0]["weights"] == ours[1]["weights"] == theirs[0]["weights"] == theirs[1]["weights"]
+    assert all(result["sync"] for result in ours)
+
+
+def test_count_optimizer_counts_applied_steps() -> None:
+    for result in run_ranks(tutorial, 2, "ours", 35, 2, local_sgd_steps=8, count="optimizer"):
+        assert result["averaged"] == [16, 32, 35]
+        # 17 pairs, and the last batch, at which Accelerate applies what it has accumulated.
+        assert result["steps"] == 18
+
+
+def _plain_loop(rank: int) -> list[tuple[int, int]]:
+    """One instance entered twice: the counter goes on and averagings stay at multiples of H."""
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local_sgd = LocalSGD(None, model, 4)
+    seen = []
+    for epoch in range(2):
+        with local_sgd:
+            for step in range(6):
+                model(values((2, 3), torch.float32, step + 10 * epoch, rank)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                before = local_sgd.num_syncs
+                local_sgd.step()
+                if local_sgd.num_syncs > before:
+                    assert local_sgd.report is not None
+                    seen.append((local_sgd.report.step, local_sgd.report.interval))
+        assert model.require_backward_grad_sync
+    return seen
+
+
+def test_entering_again_goes_on_with_the_counter() -> None:
+    assert run_ranks(_plain_loop, 2) == [[(4, 4), (8, 4), (12, 4)]] * 2
+
+
+def _nested(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    local_sgd = LocalSGD(None, model, 4)
+    with local_sgd:
+        with pytest.raises(LocalSGDError, match="inside its own"), local_sgd:
+            pass
+        assert not model.require_backward_grad_sync, "the outer block still trains locally"
+    assert model.require_backward_grad_sync
+    with pytest.raises(LocalSGDError, match="outside"):
+        local_sgd.step()
+
+
+def test_entering_inside_its_own_block_is_an_error() -> None:
+    run_ranks(_nested, 2)
+
+
+def _raises(rank: int, where: str) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    model.module.weight.data.copy_(values((1, 3), torch.float32, 1, rank))
+    own = bits(model.module.weight)
+    local_sgd = LocalSGD(None, model, 1)
+    real, calls = dist.all_reduce, 0
+
+    def broken(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        raise ConnectionError("link down")
+
+    dist.all_reduce = broken  # type: ignore[assignment]
+    if where == "body":
+        with pytest.raises(KeyError, match="mine"), local_sgd:
+            raise KeyError("mine")
+        assert calls == 0, "no collective after an exception: the peers may be anywhere"
+    elif where == "step":
+        with pytest.raises(ConnectionError), local_sgd:
+            local_sgd.step()
+        assert calls == 1
+    else:
+        with pytest.raises(ConnectionError), local_sgd:
+            local_sgd._stepped = True
+    dist.all_reduce = real
+    assert model.require_backward_grad_sync
+    assert bits(model.module.weight) == own
+    with local_sgd:  # and it can be used again
+        assert not model.require_backward_grad_sync
+        local_sgd.step()
+    assert len(set(_gather(bits(model.module.weight)))) == 1
+
+
+def _gather(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+@pytest.mark.parametrize("where", ["body", "step", "exit"])
+def test_gradient_sync_is_on_again_after_an_exception(where: str) -> None:
+    run_ranks(_raises, 2, where)
+
+
+def _leftover(rank: int) -> None:
+    """Weights changed after the last averaging without a step(), on one rank only, are averaged at the end."""
+    model = nn.Linear(2, 2, bias=False)
+    with LocalSGD(None, model, 2) as local_sgd:
+        local_sgd.step()
+        local_sgd.step()
+        if rank == 1:
+            with torch.no_grad():
+                model.weight.fill_(3.0)
+        else:
+            with torch.no_grad():
+                model.weight.zero_()
+    assert model.weight.eq(1.5).all()
+    assert local_sgd.num_syncs == 2
+
+
+def test_changes_without_a_step_are_averaged_at_the_end() -> None:
+    run_ranks(_leftover, 2)
+
+
+def _schedule(rank: int) -> None:
+    """2 synchronous steps as under DDP, then rounds of 3, 1 and 2 steps."""
+    asked: list[int] = []
+    plan = iter([0, 0, 3, 1, 2, 2])
+
+    def schedule(local_sgd: LocalSGD) -> int:
+        asked.append(local_sgd.num_steps)
+        return next(plan)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    twin = DistributedDataParallel(nn.Linear(3, 1))
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin)]
+    syncs = []
+    with LocalSGD(None, model, schedule) as local_sgd:
+        for step in range(9):
+            synchronous = step < 2
+            assert model.require_backward_grad_sync == synchronous
+            for m, optimizer in zip((model, twin), optimizers, strict=True):
+                m(values((2, 3), torch.float32, step, rank)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            local_sgd.step()
+            if synchronous:
+                assert bits(model.module.weight) == bits(twin.module.weight), "bit-identical to DDP"
+            syncs.append(local_sgd.num_syncs)
+            equal = len(set(_gather(bits(model.module.weight)))) == 1
+            assert equal == (step in (0, 1, 4, 5, 7))
+    assert syncs == [0, 0, 0, 0, 1, 2, 2, 3, 3]
+    assert asked == [0, 1, 2, 5, 6, 8]
+    assert local_sgd.num_syncs == 4
+    assert model.require_backward_grad_sync
+
+
+def test_a_schedule_decides_the_rounds_and_0_is_synchronous_training() -> None:
+    run_ranks(_schedule, 2)
+
+
+def _switch_inside_accumulate(rank: int) -> None:
+    """Every schedule value with accumulation: ranks are equal after each round, and sync is on after the block."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    rounds = iter([0, 4, 0, 0, 0, 0, 5, 2, 0, 0, 0, 1, 1, *[0] * 50])
+    with LocalSGD(accelerator, model, lambda _: next(rounds)) as local_sgd:
+        for step in range(24):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(values((2, 3), torch.float32, step, rank)).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+            if local_sgd._interval == 0 and accelerator.sync_gradients:
+                assert len(set(_gather(bits(model.module.weight)))) == 1
+                assert model.require_backward_grad_sync
+    assert model.require_backward_grad_sync
+    assert len(set(_gather(bits(model.module.weight)))) == 1
+
+
+def test_switching_between_local_and_synchronous_inside_accumulate() -> None:
+    run_ranks(_switch_inside_accumulate, 2)
+
+
+@pytest.mark.parametrize("returned", [-1, 1.5, None, True, "3"])
+def test_a_schedule_that_returns_nonsense(returned: object) -> None:
+    accelerator: Any = SimpleNamespace(distributed_type="MULTI_CPU", sync_gradients=True)
+    with (
+        pytest.raises(ValueError, match=r"returned .* at step 0; it must return"),
+        LocalSGD(accelerator, nn.Linear(1, 1), lambda _: returned),
+    ):  # type: ignore[arg-type, return-value]
+        pass
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_number_of_steps_below_one(steps: int) -> None:
+    with pytest.raises(ValueError, match=f"whole number >= 1.*got {steps}"):
+        LocalSGD(None, nn.Linear(1, 1), steps)
+
+
+@pytest.mark.parametrize("steps", [None, "8", 2.5, True, 8.0])
+def test_a_number_of_steps_of_another_type(steps: object) -> None:
+    with pytest.raises(TypeError, match=r"whole number >= 1.*schedule.*got"):
+        LocalSGD(None, nn.Linear(1, 1), steps)  # type: ignore[arg-type]
+
+
+def test_what_an_integer_means() -> None:
+    assert Every(8)(None) == 8  # type: ignore[arg-type]
+    LocalSGD(None, nn.Linear(1, 1), torch.tensor(8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead"), [("DEEPSPEED", "DDP"), ("MEGATRON_LM", "DDP"), ("FSDP", "DDP"), ("XLA", "DDP"), ("NO", None)]
+)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_kinds_of_training_that_cannot_be_averaged(kind: str, instead: str | None, enabled: bool) -> None:
+    from accelerate import DistributedType
+
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType(kind))
+    if instead is None:
+        LocalSGD(accelerator, nn.Linear(1, 1), 8, enabled)
+    else:
+        with pytest.raises(NotImplementedError, match=f"{kind}.*use .*{instead}"):
+            LocalSGD(accelerator, nn.Linear(1, 1), 8, enabled)
+
+
+def _fsdp(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    with pytest.raises(NotImplementedError, match=r"FSDP.*use plain DDP"):
+        LocalSGD(None, FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), 8)
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    with pytest.raises(NotImplementedError, match="'weight' is a DTensor"):
+        LocalSGD(None, model, 8)
+
+
+def test_sharded_models_are_refused_without_an_accelerator_too() -> None:
+    run_ranks(_fsdp, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("outer", object()),
+        ("overlap_steps", 1),
+        ("fragments", 2),
+        ("state_device", "cpu"),
+        ("timeout", 3),
+        ("nonfinite", "exclude"),
+        ("wire", "bfloat16"),
+        ("wire", "int8"),
+        ("backend", "native"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(NotImplementedError, match=option):
+        LocalSGD(None, nn.Linear(1, 1), 8, **{option: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("count", "steps"), ("buffers", "mean"), ("nonfinite", "stop"), ("wire", "fp8"), ("backend", "cuda"), ("bucket_mb", 0)],
+)
+def test_unknown_options_say_what_is_allowed(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{option}.*(allowed|must be)"):
+        LocalSGD(None, nn.Linear(1, 1), 8, **{option: value})  # type: ignore[arg-type]
+
+
+def _float64_on_float32(rank: int) -> None:
+    with pytest.raises(NotImplementedError, match="float64 tensor 'weight'"):
+        LocalSGD(None, nn.Linear(2, 2, dtype=torch.float64), 8, wire="float32")
+
+
+def test_a_float32_wire_refuses_float64_parameters() -> None:
+    run_ranks(_float64_on_float32, 2)
+
+
+def _non_finite(rank: int) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    if rank == 1:
+        model.module[1].bias.data[0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"step 1 .*'1\.bias'"), LocalSGD(None, model, 1) as local_sgd:
+        local_sgd.step()
+    assert model.require_backward_grad_sync
+    with LocalSGD(None, model, 1, nonfinite="ignore") as local_sgd:
+        local_sgd.step()
+
+
+def test_nan_is_an_error_on_every_rank_unless_ignored() -> None:
+    run_ranks(_non_finite, 2)
+
+
+def _huge_but_finite(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    model.weight.data.fill_(1e30)  # its square overflows float32
+    with LocalSGD(None, model, 1) as local_sgd:
+        local_sgd.step()
+
+
+def test_huge_finite_weights_are_no_error() -> None:
+    run_ranks(_huge_but_finite, 2)
+
+
+def _one_process(rank: int) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._shared_state["distributed_type"] = "MULTI_GPU"  # what torchrun with one GPU gives, without a DDP wrapper
+    for acc, model in (
+        (accelerator, nn.Linear(2, 2)),
+        (None, nn.Linear(2, 2)),
+        (None, DistributedDataParallel(nn.Linear(2, 2))),
+    ):
+        own = bits(next(model.parameters()))
+        with LocalSGD(acc, model, 2) as local_sgd:
+            for _ in range(4):
+                local_sgd.step()
+            assert local_sgd.synchronize() is None
+            with local_sgd.averaged() as report:
+                assert report is None
+        assert (local_sgd.num_steps, local_sgd.num_syncs, local_sgd.report, local_sgd.metrics()) == (4, 0, None, {})
+        assert bits(next(model.parameters())) == own
+
+
+def test_one_process_has_nothing_to_average() -> None:
+    run_ranks(_one_process, 1)
+
+
+@pytest.mark.parametrize("kind", ["NO", "MULTI_CPU", None])
+def test_disabled_counts_steps_and_does_nothing_else(kind: str | None) -> None:
+    accelerator: Any = None if kind is None else SimpleNamespace(distributed_type=kind, sync_gradients=True)
+    local_sgd = LocalSGD(accelerator, nn.Linear(2, 2), 2, enabled=kind == "NO")
+    local_sgd.step()  # Accelerate's counts outside the block, too
+    with local_sgd:
+        for _ in range(5):
+            local_sgd.step()
+        assert local_sgd.synchronize() is None
+    assert local_sgd.enabled is False
+    assert (local_sgd.num_steps, local_sgd.num_syncs) == (6, 0)
+
+
+def _metrics(rank: int) -> None:
+    model = nn.Linear(10, 1, bias=False)
+    model.weight.data.fill_(1.0 + rank)
+    with LocalSGD(None, model, 2) as local_sgd:
+        local_sgd.step()
+        assert local_sgd.report is None
+        assert local_sgd.metrics() == {}
+        local_sgd.step()
+    report = local_sgd.report
+    assert report is not None
+    assert (report.step, report.round, report.interval, report.wire_bytes) == (2, 1, 2, 40)
+    assert (report.active_ranks, report.backend) == (2, "torch")
+    assert report.drift == pytest.approx(0.5 / 1.5)
+    metrics = local_sgd.metrics()
+    assert metrics["local_sgd/drift"] == report.drift
+    assert set(metrics) == {
+        f"local_sgd/{k}" for k in ("step", "round", "interval", "seconds", "wire_bytes", "drift", "active_ranks")
+    }
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_report_and_metrics() -> None:
+    run_ranks(_metrics, 2)
+
+
+def _between_hosts(rank: int) -> None:
+    """DDP inside a pair at every step, averaging between pairs: DDP's own sync stays on."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = DistributedDataParallel(nn.Linear(3, 1), process_group=inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSGD(None, model, 2, process_group=between) as local_sgd:
+        for step in range(2):
+            assert model.require_backward_grad_sync
+            model(values((2, 3), torch.float32, step, rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                everyone = _gather(bits(model.module.weight))
+                assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
+            local_sgd.step()
+    assert len(set(_gather(bits(model.module.weight)))) == 1
+
+
+def test_ddp_inside_a_host_goes_on_while_hosts_average() -> None:
+    run_ranks(_between_hosts, 4)
+
+
+def _compiled(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    wrapped = torch.compile(ddp, backend="eager")
+    ddp.module.weight.data.fill_(float(rank))
+    with LocalSGD(None, wrapped, 1) as local_sgd:
+        assert not ddp.require_backward_grad_sync
+        local_sgd.step()
+    assert ddp.module.weight.eq(0.5).all()
+    assert ddp.require_backward_grad_sync
+
+
+def test_a_compiled_ddp_model_is_seen_through() -> None:
+    run_ranks(_compiled, 2)

@@ -1,0 +1,195 @@
+"""Averaging writes in place: pointers, strides, tied weights and views outlive it; only what is trained is sent."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from localsgd_ext import LocalSGD
+
+from .ranks import run_ranks
+from .tensors import DTYPES, OddModel, bits, values
+
+
+def _mean(shape: tuple[int, ...], salt: int) -> torch.Tensor:
+    return (values(shape, torch.float32, salt, 0) + values(shape, torch.float32, salt, 1)) / 2
+
+
+def _places(rank: int) -> None:
+    model = OddModel(DTYPES, rank)
+    before = {name: (p.data_ptr(), p.stride(), id(p)) for name, p in model.named_parameters()}
+    view = model.float32_plain.detach()[2:4]
+    own = view.clone()
+    LocalSGD(None, model, 1, bucket_mb=0.004).synchronize()
+    assert {name: (p.data_ptr(), p.stride(), id(p)) for name, p in model.named_parameters()} == before
+    assert not torch.equal(view, own)
+    assert torch.equal(view, model.float32_plain[2:4]), "a live view sees the average"
+
+
+def test_pointers_strides_and_views_stay() -> None:
+    run_ranks(_places, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.embedding.weight.data.copy_(values((5, 4), torch.float32, 1, rank))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        # Two Parameter objects over the same memory, as some ports of models tie their weights.
+        self.other = nn.Parameter(self.embedding.weight.data)
+
+
+def _tied(rank: int) -> int:
+    model = Tied(rank)
+    report = LocalSGD(None, model, 1).synchronize()
+    assert report is not None
+    assert model.head.weight is model.embedding.weight
+    assert model.other.data_ptr() == model.embedding.weight.data_ptr()
+    assert bits(model.other) == bits(_mean((5, 4), 1))
+    return report.wire_bytes
+
+
+def test_tied_weights_stay_tied_and_are_sent_once() -> None:
+    assert run_ranks(_tied, 2) == [80, 80]
+
+
+class _Counting:
+    """Counts the bytes that are handed to all-reduces and broadcasts."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._all_reduce, self._broadcast = dist.all_reduce, dist.broadcast
+
+    def __enter__(self) -> _Counting:
+        def count(call: object) -> object:
+            def counted(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+                self.bytes += tensor.numel() * tensor.itemsize
+                return call(tensor, *args, **kwargs)  # type: ignore[operator]
+
+            return counted
+
+        dist.all_reduce, dist.broadcast = count(self._all_reduce), count(self._broadcast)  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        dist.all_reduce, dist.broadcast = self._all_reduce, self._broadcast
+
+
+DRIFT_BYTES = 8  # one float64 per averaging
+
+
+def _frozen(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 3))
+    for i, p in enumerate(model.parameters()):
+        p.data.copy_(values(tuple(p.shape), torch.float32, i, rank))
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    model[0].register_parameter("codes", nn.Parameter(torch.full((7,), rank, dtype=torch.int64), requires_grad=False))
+    base = bits(model[0].weight)
+    with _Counting() as sent:
+        report = LocalSGD(None, model, 1).synchronize()
+    assert sent.bytes == 33 * 4 + DRIFT_BYTES
+    assert report is not None
+    assert report.wire_bytes == 33 * 4
+    assert bits(model[0].weight) == base
+    assert model[0].codes.tolist() == [rank] * 7
+    assert bits(model[1].weight) == bits(_mean((3, 10), 2))
+
+
+def test_frozen_and_integer_parameters_are_not_sent() -> None:
+    run_ranks(_frozen, 2)
+
+
+def _frozen_midway(rank: int) -> list[int]:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    local_sgd = LocalSGD(None, model, 1)
+    sent = []
+
+    def average() -> None:
+        with _Counting() as count:
+            local_sgd.synchronize()
+        sent.append((count.bytes - DRIFT_BYTES) // 4)
+
+    average()
+    model[0].weight.data.copy_(values((4, 4), torch.float32, 9, rank))
+    model[0].weight.requires_grad_(False)
+    average()
+    assert bits(model[0].weight) == bits(_mean((4, 4), 9)), "its last local steps are averaged"
+    average()
+    model[0].weight.requires_grad_(True)
+    average()
+    return sent
+
+
+def test_a_parameter_frozen_since_the_last_averaging_is_sent_once_more() -> None:
+    assert run_ranks(_frozen_midway, 2) == [[32, 32, 16, 32]] * 2
+
+
+def _replaced(rank: int) -> None:
+    model = nn.Linear(6, 6, bias=False)
+    local_sgd = LocalSGD(None, model, 1)
+    local_sgd.synchronize()
+    model.weight.data = values((6, 6), torch.float32, 1, rank)
+    local_sgd.synchronize()
+    assert bits(model.weight) == bits(_mean((6, 6), 1))
+    model.weight = nn.Parameter(values((6, 6), torch.float32, 2, rank))
+    local_sgd.synchronize()
+    assert bits(model.weight) == bits(_mean((6, 6), 2))
+    model.extra = nn.Parameter(values((3,), torch.float32, 3, rank))
+    local_sgd.synchronize()
+    assert bits(model.extra) == bits(_mean((3,), 3))
+    model.bfloat16()
+    local_sgd.synchronize()
+    assert model.weight.dtype == torch.bfloat16
+
+
+def test_replaced_storage_is_found_at_the_next_averaging() -> None:
+    run_ranks(_replaced, 2)
+
+
+def _nothing_to_train(rank: int) -> None:
+    model = nn.Linear(3, 3).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with LocalSGD(None, model, 1) as local_sgd:
+            local_sgd.step()
+            assert local_sgd.report is not None
+            assert local_sgd.report.drift == 0.0
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    run_ranks(_nothing_to_train, 2)
+
+
+def _memory(rank: int) -> None:
+    """After the block the object keeps neither the model's memory nor buffers of its own."""
+    model = nn.Linear(8, 8)
+    local_sgd = LocalSGD(None, model, 1)
+    with local_sgd:
+        local_sgd.step()
+    assert not local_sgd._averager._buckets  # type: ignore[union-attr]
+
+
+def test_buffers_and_views_are_dropped_at_the_end_of_the_block() -> None:
+    run_ranks(_memory, 2)
+
+
+def _ddp_ignores(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    ddp = DistributedDataParallel(model)
+    model.bias.data.fill_(rank)
+    model.weight.data.fill_(rank)
+    LocalSGD(None, ddp, 1).synchronize()
+    assert model.bias.tolist() == [rank] * 4
+    assert model.weight.eq(0.5).all()
+
+
+def test_what_ddp_was_told_to_ignore_is_left_alone() -> None:
+    run_ranks(_ddp_ignores, 2)
