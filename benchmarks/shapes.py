@@ -1,0 +1,56 @@
+"""The parameter shapes that the benchmarks average."""
+
+from __future__ import annotations
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+def gpt2() -> list[Shape]:
+    """GPT-2 small: 124 M parameters in 148 tensors."""
+    width = 768
+    block = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
+    block += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [(50257, width), (1024, width), *block * 12, (width,), (width,)]
+
+
+def resnet50() -> list[Shape]:
+    """ResNet-50: 25.6 M parameters in 161 tensors."""
+    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
+    inside = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for shape in ((width, inside, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
+                shapes += [shape, (shape[0],), (shape[0],)]
+            if block == 0:
+                shapes += [(4 * width, inside, 1, 1), (4 * width,), (4 * width,)]
+            inside = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def tiny() -> list[Shape]:
+    """4.2 M parameters in 2000 tensors."""
+    return [(2100 + 7 * (index % 13) - 42,) for index in range(2000)]
+
+
+def large() -> list[Shape]:
+    """100 M parameters in 2 tensors."""
+    return [(10_000, 5_000)] * 2
+
+
+SETS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny, "large": large}
+
+
+class Model(torch.nn.Module):
+    """float32 parameters of the given shapes; every element differs, and differs between ranks."""
+
+    def __init__(self, shapes: list[Shape], rank: int) -> None:
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            self.register_parameter(f"p{index}", torch.nn.Parameter(values(shape, index, rank)))
+
+
+def values(shape: Shape, index: int, rank: int) -> torch.Tensor:
+    """The weights of tensor number `index` on `rank`."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * index + rank))
