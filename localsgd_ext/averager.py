@@ -21,7 +21,7 @@ from .wire import AVERAGEABLE, allreduce_bytes, broadcast_bytes, check_wire, rea
 SLOTS = 3
 """Staging buffers per device: one bucket is packed or applied while up to SLOTS - 1 travel."""
 
-DEFAULT_BUCKET_MB = {"cpu": 8.0}
+DEFAULT_BUCKET_MB = {"cpu": 4.0}
 """MiB of one staging buffer by device type, chosen by measuring (benchmarks/averaging.py --bucket-mb)."""
 
 DEFAULT_BUCKET_MB_ELSEWHERE = 32.0

@@ -56,10 +56,8 @@ class PendingReport:
             wait(self.work)
             self.work = None
         distance_sq, mean_sq = self.distance_sq.item() / self.active_ranks, self.mean_sq.item()
-        if distance_sq == 0 or mean_sq == 0:  # an all-zero mean has no scale to relate a distance to
-            drift = math.inf if distance_sq else 0.0
-        else:
-            drift = math.sqrt(distance_sq / mean_sq)
+        # An all-zero mean has no scale to relate a distance to.
+        drift = math.sqrt(distance_sq / mean_sq) if mean_sq else math.inf if distance_sq else 0.0
         return SyncReport(
             self.step, self.round, self.interval, self.seconds, self.wire_bytes, drift, self.active_ranks, self.backend
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +38,9 @@ def train(output: str) -> None:
         )
     )
     accelerator.end_training()
+    time.sleep(
+        0.3
+    )  # torch aborts if the interpreter exits while a Gloo thread still lets go of the last barrier (pytorch#190489)
 
 
 if __name__ == "__main__":
