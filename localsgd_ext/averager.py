@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -12,14 +10,11 @@ import torch
 import torch.distributed as dist
 
 from .backends import Backend, BoundBucket, pick
-from .control import wait
+from .collectives import SLOTS
 from .errors import LocalSGDError
 from .layout import Rule, Table, TensorSpec, is_dense, plan
 from .report import PendingReport, SyncReport
 from .wire import AVERAGEABLE, allreduce_bytes, broadcast_bytes, check_wire, real_dtype, wire_dtype
-
-SLOTS = 3
-"""Staging buffers per device: one bucket is packed or applied while up to SLOTS - 1 travel."""
 
 DEFAULT_BUCKET_MB = {"cpu": 4.0}
 """MiB of one staging buffer by device type, chosen by measuring (benchmarks/averaging.py --bucket-mb)."""
@@ -48,7 +43,6 @@ class Averager:
         self.group = group
         self.world_size = group.size()
         self.rank = group.rank()
-        self._source = dist.get_global_rank(group, 0)
         self._wire = wire
         self._backend = backend
         self._bucket_mb = bucket_mb
@@ -57,10 +51,9 @@ class Averager:
     def release(self) -> None:
         """Drop the buffers and every view of the tensors, so that their memory can be freed; the next call makes them anew."""
         self._bound: list[_Place] = []
-        self._buckets: list[tuple[Table, BoundBucket, bool]] = []
+        self._buckets: list[BoundBucket] = []
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wire_bytes = 0
-        self._device = torch.device("cpu")
 
     @torch.no_grad()
     def average(self, items: Sequence[Item], *, step: int, round: int, interval: int) -> PendingReport:
@@ -73,7 +66,13 @@ class Averager:
         self._bind(items)
         for tensor, dense in self._with_gaps:
             dense.copy_(tensor)
-        distance_sq, mean_sq = self._run()
+        try:
+            sums = self._backend.average(self._buckets, self.group)
+        except BaseException:
+            self.release()
+            raise
+        # A total of its own: it goes on travelling while training does.
+        distance_sq, mean_sq = sums[:1].clone(), sums[1]
         for tensor, dense in self._with_gaps:
             tensor.copy_(dense)
         # Nothing to average (a model without trainable parameters) means no collective at all.
@@ -82,53 +81,6 @@ class Averager:
         return PendingReport(
             step, round, interval, seconds, self._wire_bytes, self.world_size, self._backend.name, distance_sq, mean_sq, work
         )
-
-    def _run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pack bucket k while k - 1 travels and k - 2 is copied back. Gives ||local - mean||^2 and ||mean||^2."""
-        flying: deque[tuple[Table, BoundBucket, bool, dist.Work]] = deque()
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-        try:
-            for table, bucket, measured in self._buckets:
-                # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
-                if len(flying) == SLOTS:
-                    self._land(flying, sums)
-                bucket.pack()
-                flying.append((table, bucket, measured, self._send(table, bucket)))
-            while flying:
-                self._land(flying, sums)
-        except BaseException:
-            # The collectives still in flight write to the staging buffers: they must end before anyone uses these again.
-            for *_, work in flying:
-                with contextlib.suppress(Exception):
-                    wait(work)
-            self.release()
-            raise
-        device = sums[0][0].device if sums else self._device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        total = torch.zeros(2, dtype=wide, device=device)
-        for pair in sums:
-            total += torch.stack(pair).to(device, wide)
-        return total[0].clone(), total[1]
-
-    def _send(self, table: Table, bucket: BoundBucket) -> dist.Work:
-        if table.rule is Rule.FOLLOW:
-            return dist.broadcast(bucket.buffer, self._source, group=self.group, async_op=True)
-        return dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
-
-    def _land(
-        self, flying: deque[tuple[Table, BoundBucket, bool, dist.Work]], sums: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Wait for the oldest bucket and copy it back."""
-        table, bucket, measured, work = flying[0]
-        wait(work)
-        flying.popleft()
-        if table.rule is Rule.FOLLOW:
-            if self.rank != 0:
-                bucket.apply(1)
-        elif measured:
-            sums.append(bucket.apply_measured(self.world_size))
-        else:
-            bucket.apply(self.world_size)
 
     def _bind(self, items: Sequence[Item]) -> None:
         """Lay out the tensors and tie them to buffers, unless they are where they were the last time."""
@@ -140,8 +92,7 @@ class Averager:
         specs = [self._spec(item, flat) for item, flat in zip(items, flats, strict=True)]
         if not specs:
             return
-        self._device = specs[0].device
-        bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(self._device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
+        bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
         tables = plan(specs, int(bucket_mb * 2**20))
 
         pools = {device: _pool(device, [t for t in tables if t.device == device]) for device in {t.device for t in tables}}
@@ -149,8 +100,7 @@ class Averager:
             *staging, scratch = pools[table.device]
             for bucket in table.buckets:
                 slot = staging[len(self._buckets) % SLOTS]
-                bound = self._backend.bind(table, bucket, flats, slot, scratch)
-                self._buckets.append((table, bound, bucket.drift_numel > 0))
+                self._buckets.append(self._backend.bind(table, bucket, flats, slot, scratch))
             payload = table.numel * table.wire.itemsize
             if table.rule is Rule.FOLLOW:
                 self._wire_bytes += broadcast_bytes(payload, self.rank, self.world_size)

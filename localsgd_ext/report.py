@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from .control import wait
+from .collectives import wait
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PendingReport:
     wire_bytes: int
     active_ranks: int
     backend: str
-    distance_sq: torch.Tensor  # ||x_i - mean||^2, float, shape (): summed over ranks once `work` is done
+    distance_sq: torch.Tensor  # ||x_i - mean||^2, float, shape (1,): summed over ranks once `work` is done
     mean_sq: torch.Tensor  # ||mean||^2, float, shape ()
     work: dist.Work | None
 

@@ -7,9 +7,10 @@ and use the same layout on the wire, so that ranks with different engines can av
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..layout import Bucket, Table
 
@@ -24,15 +25,16 @@ class BoundBucket(Protocol):
     """
 
     buffer: torch.Tensor  # what travels: shape (bucket.numel,), the table's wire dtype
+    follow: bool  # rank 0's buffer is broadcast, rather than the sum taken
 
     def pack(self) -> None:
         """Copy the tensors into `buffer`, rounding to the wire dtype (exact for the exact wires)."""
 
-    def apply(self, divisor: int) -> None:
-        """Divide the sum by `divisor` in the wire dtype and copy it back, rounding once to the tensors' dtype."""
+    def apply(self, divisor: int) -> Any:
+        """Divide the sum by `divisor` in the wire dtype and copy it back, rounding once to the tensors' dtype.
 
-    def apply_measured(self, divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `apply`; also gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, each of shape ()."""
+        Gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, or None where it holds none.
+        """
 
 
 class Backend(Protocol):
@@ -48,6 +50,13 @@ class Backend(Protocol):
         flats: for each tensor of the plan a one-dimensional view of its memory, in the table's dtype. staging: bytes to hold
         the bucket, shape (n,), uint8, shared with buckets that are not in flight at the same time. scratch: float bytes for
         measuring, likewise shared; its use ends with each call.
+        """
+
+    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup) -> torch.Tensor:
+        """Pack, exchange and apply all buckets in a pipeline of SLOTS staging buffers, in order.
+
+        Gives [||local - mean||^2, ||mean||^2], float64 (float32 where a device has no other), shape (2,). Raises what a collective
+        raises, once none is in flight; every element then holds its local or its averaged value.
         """
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
-from ..layout import Bucket, Table
+from ..collectives import SLOTS, wait
+from ..layout import Bucket, Rule, Table
+from . import BoundBucket
 
 
 class ReferenceBackend:
@@ -19,6 +24,44 @@ class ReferenceBackend:
     ) -> ReferenceBucket:
         return ReferenceBucket(table, bucket, flats, staging, scratch)
 
+    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup) -> torch.Tensor:
+        """Bucket k is packed while k - 1 travels and k - 2 is copied back."""
+        flying: deque[tuple[BoundBucket, dist.Work]] = deque()
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def land() -> None:
+            bucket, work = flying[0]
+            wait(work)
+            flying.popleft()
+            if not bucket.follow:
+                pair = bucket.apply(group.size())
+                if pair is not None:
+                    pairs.append(pair)
+            elif group.rank() != 0:
+                bucket.apply(1)
+
+        try:
+            for bucket in buckets:
+                # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
+                if len(flying) == SLOTS:
+                    land()
+                bucket.pack()
+                flying.append((bucket, _send(bucket, group)))
+            while flying:
+                land()
+        except BaseException:
+            # The collectives still in flight write to the staging buffers: they must end before anyone uses these again.
+            for _, work in flying:
+                with contextlib.suppress(Exception):
+                    wait(work)
+            raise
+        device = pairs[0][0].device if pairs else buckets[0].buffer.device if buckets else torch.device("cpu")
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        sums = torch.zeros(2, dtype=wide, device=device)
+        for pair in pairs:
+            sums += torch.stack(pair).to(device, wide)
+        return sums
+
 
 class ReferenceBucket:
     """See `BoundBucket`. All views are made once, here: with many small tensors making them costs more than copying."""
@@ -26,6 +69,7 @@ class ReferenceBucket:
     def __init__(
         self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
     ) -> None:
+        self.follow = table.rule is Rule.FOLLOW
         self.buffer = staging[: bucket.numel * table.wire.itemsize].view(table.wire)
         sizes = [segment.numel for segment in bucket.segments]
         self._tensors = [_slice(flats[s.tensor], s.start, s.numel) for s in bucket.segments]
@@ -45,12 +89,11 @@ class ReferenceBucket:
         else:
             torch._foreach_copy_(self._staged, self._tensors)
 
-    def apply(self, divisor: int) -> None:
+    def apply(self, divisor: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._divide(divisor)
-        torch._foreach_copy_(self._tensors, self._staged)
-
-    def apply_measured(self, divisor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._divide(divisor)
+        if not self._measured:
+            torch._foreach_copy_(self._tensors, self._staged)
+            return None
         scratch, mean = self._scratch, self._mean
         if len(self._measured) > 1 and scratch.dtype == self._measured[0].dtype:
             torch.cat(self._measured, out=scratch)
@@ -70,6 +113,12 @@ class ReferenceBucket:
             self.buffer.mul_(1.0 / divisor)  # exact for a power of two, hence the same bits as dividing, and faster
         else:
             self.buffer.div_(divisor)
+
+
+def _send(bucket: BoundBucket, group: dist.ProcessGroup) -> dist.Work:
+    if bucket.follow:
+        return dist.broadcast(bucket.buffer, dist.get_global_rank(group, 0), group=group, async_op=True)
+    return dist.all_reduce(bucket.buffer, group=group, async_op=True)
 
 
 def _slice(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
