@@ -26,10 +26,11 @@ import torch.multiprocessing as mp
 
 from .shapes import SETS, Model, values
 
-METHODS = ("raw", "ours", "torch", "accelerate")
+METHODS = ("raw", "native", "reference", "torch", "accelerate")
 TITLES = {
     "raw": "one raw all-reduce",
-    "ours": "localsgd_ext, backend=torch",
+    "native": "localsgd_ext, backend=native",
+    "reference": "localsgd_ext, backend=torch",
     "torch": "torch average_parameters",
     "accelerate": "accelerate LocalSGD",
 }
@@ -40,10 +41,11 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
     if method == "raw":
         flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         return lambda: dist.all_reduce(flat)
-    if method == "ours":
+    if method in ("native", "reference"):
         from localsgd_ext import LocalSGD
 
-        local_sgd = LocalSGD(None, model, 1, backend="torch", nonfinite="ignore", bucket_mb=bucket_mb)
+        backend = "native" if method == "native" else "torch"
+        local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
         return local_sgd.synchronize
     if method == "torch":
         from torch.distributed.algorithms.model_averaging.utils import average_parameters

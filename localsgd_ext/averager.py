@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .backends import Backend, BoundBucket, pick
+from .backends import Backend, BoundBucket, check_backend, pick
+from .backends.reference import ReferenceBackend
 from .collectives import SLOTS
 from .errors import LocalSGDError
 from .layout import Rule, Table, TensorSpec, is_dense, plan
@@ -39,7 +40,7 @@ class Averager:
     tensor with gaps in its memory (a slice of a larger one) is copied while it is averaged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire: str, backend: Backend, bucket_mb: float | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, wire: str, backend: str, bucket_mb: float | None) -> None:
         self.group = group
         self.world_size = group.size()
         self.rank = group.rank()
@@ -54,7 +55,10 @@ class Averager:
         self._buckets: list[BoundBucket] = []
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wire_bytes = 0
+        self._engine: Backend = ReferenceBackend()
 
+    # Buffers made inside inference_mode() could never be used outside it again.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def average(self, items: Sequence[Item], *, step: int, round: int, interval: int) -> PendingReport:
         """Replace every tensor by its mean over the ranks (or by rank 0's value), in place.
@@ -67,7 +71,7 @@ class Averager:
         for tensor, dense in self._with_gaps:
             dense.copy_(tensor)
         try:
-            sums = self._backend.average(self._buckets, self.group)
+            sums = self._engine.average(self._buckets, self.group)
         except BaseException:
             self.release()
             raise
@@ -79,7 +83,7 @@ class Averager:
         work = dist.all_reduce(distance_sq, group=self.group, async_op=True) if self._buckets else None
         seconds = time.perf_counter() - begun
         return PendingReport(
-            step, round, interval, seconds, self._wire_bytes, self.world_size, self._backend.name, distance_sq, mean_sq, work
+            step, round, interval, seconds, self._wire_bytes, self.world_size, self._engine.name, distance_sq, mean_sq, work
         )
 
     def _bind(self, items: Sequence[Item]) -> None:
@@ -87,7 +91,7 @@ class Averager:
         if len(items) == len(self._bound) and all(map(_unmoved, items, self._bound)):
             return
         self.release()
-        dense = [self._dense(item.tensor) for item in items]
+        dense = [self._dense(item) for item in items]
         flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
         specs = [self._spec(item, flat) for item, flat in zip(items, flats, strict=True)]
         if not specs:
@@ -95,12 +99,13 @@ class Averager:
         bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
         tables = plan(specs, int(bucket_mb * 2**20))
 
+        self._engine = pick(self._backend, {table.device.type for table in tables})
         pools = {device: _pool(device, [t for t in tables if t.device == device]) for device in {t.device for t in tables}}
         for table in tables:
             *staging, scratch = pools[table.device]
             for bucket in table.buckets:
                 slot = staging[len(self._buckets) % SLOTS]
-                self._buckets.append(self._backend.bind(table, bucket, flats, slot, scratch))
+                self._buckets.append(self._engine.bind(table, bucket, flats, slot, scratch))
             payload = table.numel * table.wire.itemsize
             if table.rule is Rule.FOLLOW:
                 self._wire_bytes += broadcast_bytes(payload, self.rank, self.world_size)
@@ -108,12 +113,10 @@ class Averager:
                 self._wire_bytes += allreduce_bytes(payload, self.world_size)
         self._bound = [(t.data_ptr(), t.dtype, t.shape, t.stride(), rule, is_parameter) for _, t, rule, is_parameter in items]
 
-    def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _dense(self, item: Item) -> torch.Tensor:
         """The tensor itself where its memory has no gaps, else a stand-in that is copied from and to it at each averaging."""
-        tensor = tensor.detach()
-        for dim, step in enumerate(tensor.stride()):
-            if step == 0 and tensor.size(dim) > 1:
-                tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension repeats one element
+        check_in_place(item)
+        tensor = unexpanded(item.tensor.detach())
         if tensor.numel() == 0 or is_dense(tensor.shape, tensor.stride()):
             return tensor
         stand_in = tensor.contiguous()
@@ -152,15 +155,36 @@ def _unmoved(item: Item, place: _Place) -> bool:
 
 def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
     """A one-dimensional view of a dense tensor's memory, in the order of the memory: real numbers, or bytes to follow."""
+    if tensor.is_conj():
+        tensor = tensor.conj()  # the numbers in memory: the mean of conjugates is the conjugate of the mean
     if rule is Rule.MEAN and tensor.is_complex():
-        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+        tensor = torch.view_as_real(tensor)
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8) if rule is Rule.FOLLOW else flat
 
 
+def check_in_place(item: Item) -> None:
+    """Raise LocalSGDError for a tensor that has no ordinary memory to write an average to."""
+    tensor = item.tensor
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_inference():
+        kind = "an inference tensor" if tensor.is_inference() else f"a {tensor.layout} tensor of {tensor.dtype}"
+        raise LocalSGDError(
+            f"{item.name!r} is {kind}, which cannot be averaged in place"
+            + ("" if item.is_parameter else "; buffers='keep' leaves all buffers alone")
+        )
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without dimensions that repeat one element (stride 0), so that it can be written to."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def version(items: Sequence[Item]) -> int:
-    """A number that grows when one of the tensors is written to, as far as torch counts in-place changes."""
-    return sum(tensor._version for _, tensor, _, _ in items if not tensor.is_inference())
+    """A number that changes when a tensor is written to in place (as far as torch counts that: not through .data) or moved."""
+    return sum(tensor._version + tensor.data_ptr() for _, tensor, _, _ in items)
 
 
 def averageable(tensor: torch.Tensor) -> bool:
@@ -185,19 +209,24 @@ def average_parameters(
     """Replace every tensor by its mean over the ranks of `group` (default: all), in place, and report what it took.
 
     tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order. wire:
-    "parameter" (each tensor's own dtype travels) or "float32". backend: "auto" or "torch". Without an initialised process
+    "parameter" (each tensor's own dtype travels) or "float32". backend: "auto",
+    "native" or "torch". Without an initialised process
     group, or alone in it, there is nothing to average and the tensors stay as they are.
 
     Raises ValueError for an unknown wire or backend, LocalSGDError for a tensor without a mean (integers) and for a process
     that is not in `group`.
     """
     check_wire(wire)
-    engine = pick(backend)
+    check_backend(backend)
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors must be torch tensors; tensors[{index}] is a {type(tensor).__name__}")
     items = [Item(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
     group = resolve_group(group)
     if group is None or group.size() == 1:
-        return SyncReport(0, 1, 0, 0.0, 0, 0.0, 1, engine.name)
-    return Averager(group, wire, engine, None).average(items, step=0, round=1, interval=0).result()
+        return SyncReport(0, 1, 0, 0.0, 0, 0.0, 1, ReferenceBackend.name)
+    return Averager(group, wire, backend, None).average(items, step=0, round=1, interval=0).result()
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -206,5 +235,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return None
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(f"the process group must be a torch.distributed.ProcessGroup or None; got a {type(group).__name__}")
         raise LocalSGDError(f"rank {dist.get_rank()} is not a member of the process group it was asked to average over")
     return group

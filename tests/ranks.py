@@ -19,6 +19,10 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "accelerate", "localsgd_ext", "hypothesis"])
 
 
+environment: dict[str, str] = {}
+"""Variables set on every rank, besides those that describe the process group."""
+
+
 class RanksFailed(AssertionError):
     """At least one rank raised, died or did not end in time; the message holds what each of them said."""
 
@@ -34,7 +38,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit: 
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank_main, args=(theirs, function, rank, world_size, folder, limit, args, options), daemon=True
+                target=_rank_main,
+                args=(theirs, function, rank, world_size, folder, limit, args, options, dict(environment)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -72,6 +78,7 @@ def _rank_main(
     limit: float,
     args: tuple[Any, ...],
     options: dict[str, Any],
+    variables: dict[str, str],
 ) -> None:
     faulthandler.dump_traceback_later(limit - 1, exit=False)
     os.environ.update(
@@ -84,6 +91,7 @@ def _rank_main(
         ACCELERATE_USE_CPU="true",
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
+        **variables,
     )
     import torch
     import torch.distributed as dist

@@ -6,12 +6,14 @@ and use the same layout on the wire, so that ranks with different engines can av
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ..build import BuildError
+from ..errors import LocalSGDError
 from ..layout import Bucket, Table
 
 BACKENDS = ("auto", "native", "torch")
@@ -60,12 +62,35 @@ class Backend(Protocol):
         """
 
 
-def pick(backend: str) -> Backend:
-    """The engine for a `backend=` argument. Raises ValueError for an unknown one, NotImplementedError for "native"."""
+def check_backend(backend: str) -> None:
+    """Raise ValueError for an unknown `backend=` argument."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; allowed: {', '.join(map(repr, BACKENDS))}")
-    if backend == "native":
-        raise NotImplementedError("backend='native' is not available yet; use backend='auto' or backend='torch'")
+
+
+def pick(backend: str, devices: Collection[str]) -> Backend:
+    """The engine for a `backend=` argument and tensors on devices of these types ("cpu", "cuda").
+
+    "auto" takes the native engine where it is ready or can be built, else the PyTorch one, after one warning that says why. Raises
+    LocalSGDError with the cause (the compiler's own words) where "native" cannot be had.
+    """
     from .reference import ReferenceBackend
 
-    return ReferenceBackend()
+    check_backend(backend)
+    if backend == "torch":
+        return ReferenceBackend()
+    from . import native
+
+    if not set(devices) <= native.DEVICES:
+        if backend == "auto":
+            return ReferenceBackend()
+        raise LocalSGDError(
+            f"backend='native' has kernels for {', '.join(sorted(native.DEVICES))}, and the tensors are on "
+            f"{', '.join(sorted(devices))}; use backend='auto' or backend='torch'"
+        )
+    if backend == "auto":
+        return native.get_or_warn() or ReferenceBackend()
+    try:
+        return native.get()
+    except BuildError as error:
+        raise LocalSGDError(f"backend='native' cannot be had: {error}") from error

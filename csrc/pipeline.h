@@ -1,0 +1,45 @@
+// One averaging: buckets packed, sent and copied back in a pipeline of asynchronous collectives.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
+#include <vector>
+
+#include "layout.h"
+
+namespace localsgd {
+
+// A bucket tied to memory. `tensors` and `buffer` keep that memory alive.
+class BoundBucket {
+ public:
+  // flats: one-dimensional views of the tensors' memory, all of one type. segments: (tensor, start, numel) in the order of the
+  // bucket. buffer: what travels, shape (numel,). follow: take rank 0's bytes instead of the mean.
+  BoundBucket(const std::vector<at::Tensor>& flats, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& segments,
+              at::Tensor buffer, int64_t drift_numel, bool follow);
+
+  void pack();
+  // Divides and copies back; adds to the sums when there are parameters in the bucket.
+  void apply(int64_t divisor, Sums& sums);
+
+  const at::Tensor& buffer() const { return buffer_; }
+  bool follow() const { return follow_; }
+
+ private:
+  Bucket bucket() const;
+
+  std::vector<at::Tensor> flats_;
+  std::vector<Segment> segments_;
+  at::Tensor buffer_;
+  at::ScalarType dtype_;
+  int64_t drift_numel_;
+  bool follow_;
+};
+
+// Averages all buckets over the group; bucket k uses staging buffer k % slots. Throws what a collective throws, once none is in
+// flight; every element then holds its local or its averaged value.
+Sums average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+}  // namespace localsgd

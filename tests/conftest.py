@@ -1,0 +1,28 @@
+"""Fixtures shared by the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localsgd_ext.backends import native
+
+from . import ranks
+
+
+@pytest.fixture(scope="session")
+def native_binary() -> Path:
+    """Built before any rank with a time limit has to wait for it."""
+    return native.find_or_build()
+
+
+@pytest.fixture(params=["native", "torch"])
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once with each engine behind backend="auto", on all ranks. A native engine that cannot be had is a failure."""
+    if request.param == "native":
+        request.getfixturevalue("native_binary")
+    ranks.environment["LOCALSGD_EXT_BUILD"] = {"native": "cpu", "torch": "off"}[request.param]
+    yield request.param
+    ranks.environment.clear()

@@ -1,0 +1,44 @@
+"""Process groups that watch or break the collectives of an averaging, whichever engine makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+
+class Broken(Work):
+    """A collective that ends in an error, as on a broken connection."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, *timeout: object) -> bool:
+        self._work.wait()
+        raise ConnectionError("connection reset by peer")
+
+
+class WatchedGroup(dist.ProcessGroup):
+    """The world, with `watch(call number, tensor, work)` deciding what each all-reduce gives back.
+
+    Both engines reach it through the same virtual call: the PyTorch one from Python, the native one from C++.
+    """
+
+    def __init__(self, watch: Callable[[int, torch.Tensor, Work], Work]) -> None:
+        self._world = dist.group.WORLD
+        super().__init__(self._world.rank(), self._world.size())
+        self._watch = watch
+        self.given: list[Work] = []  # C++ does not keep the Python half of a work object alive
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object = None) -> Work:
+        work = self._world.allreduce(tensors, dist.AllreduceOptions())
+        self.given.append(self._watch(len(self.given) + 1, tensors[0], work))
+        return self.given[-1]
+
+
+def failing_group(fail_at: int) -> WatchedGroup:
+    """All-reduce number `fail_at`, counted from 1, raises ConnectionError when it is waited for."""
+    return WatchedGroup(lambda call, tensor, work: Broken(work) if call == fail_at else work)
