@@ -19,5 +19,10 @@ def wait(work: dist.Work) -> None:
     interpreter's lock to free the tensor in it: that stalls them in training, and aborts a process that happens to be
     exiting (pytorch#190489).
     """
-    _done.append(work)
+    keep(work)
     work.wait()
+
+
+def keep(work: dist.Work) -> None:
+    """Keep a collective alive as `wait` does, without waiting for it."""
+    _done.append(work)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import backends, models
 from . import wire as wires
-from .averager import Averager, Item, resolve_group, version
+from .averager import Averager, check_in_place, resolve_group, unexpanded, version
 from .control import any_rank
 from .errors import LocalSGDError, NonFiniteError
 from .report import PendingReport, SyncReport
@@ -41,18 +41,20 @@ class LocalSGD:
 
     Args:
         accelerator: an `accelerate.Accelerator`, or None for plain torch.distributed (every step() is then an optimizer step).
-        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model or a plain module.
+        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model or a plain module. DDP starts all ranks
+            from rank 0's weights; a plain module must be initialised alike on every rank.
         local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule: a callable taking this object
             and returning the number of local steps of the next round, 0 for a step of ordinary synchronous training (gradients
             all-reduced by DDP; a model without DDP is averaged after that step instead).
         enabled: False makes it do nothing but count steps, as does a run that is not distributed.
-        count: "calls" counts every step(), as Accelerate does; "optimizer" only those at which gradients were applied.
+        count: "calls" counts every step(), as Accelerate does; "optimizer" only those at which gradients were applied,
+            which the Accelerator knows; without one every call counts.
         wire: element type that travels. "parameter": each tensor's own; "float32": sums 16-bit parameters in float32.
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
         nonfinite: "raise" NonFiniteError on every rank once an averaging has met NaN or inf in a parameter; "ignore" it.
         process_group: the ranks that average; default the DDP model's own group, else all ranks.
-        backend: "auto" or "torch" (pure PyTorch).
+        backend: "native" (compiled), "torch" (pure PyTorch), or "auto": native where it is ready or can be built. Ranks may differ.
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
         outer, overlap_steps, fragments, state_device, timeout: not available yet beyond their defaults.
 
@@ -61,6 +63,7 @@ class LocalSGD:
 
     Raises:
         TypeError, ValueError: an argument is not allowed; the message says what is.
+        LocalSGDError: backend="native" cannot be had; the message holds the cause.
         NotImplementedError: DeepSpeed, Megatron-LM, FSDP, XLA, or an argument that is not available yet.
     """
 
@@ -89,7 +92,7 @@ class LocalSGD:
         _check_choice("buffers", buffers, models.BUFFER_POLICIES)
         _check_choice("nonfinite", nonfinite, NONFINITE)
         wires.check_wire(wire)
-        engine = backends.pick(backend)
+        backends.check_backend(backend)
         later = {
             "outer": outer is not None,
             "overlap_steps": overlap_steps != 0,
@@ -101,9 +104,10 @@ class LocalSGD:
         for argument, asked in later.items():
             if asked:
                 raise NotImplementedError(f"{argument} is not available yet; leave it at its default")
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise ValueError(f"bucket_mb must be a number of MiB > 0, or None for the default; got {bucket_mb!r}")
+        if bucket_mb is not None and not (type(bucket_mb) in (int, float) and 0 < bucket_mb <= 65536):
+            raise ValueError(f"bucket_mb must be a number of MiB > 0 and <= 65536, or None for the default; got {bucket_mb!r}")
         models.check_accelerator(accelerator)
+        models.check_model(model)
 
         self.num_steps = 0
         self.num_syncs = 0
@@ -112,6 +116,10 @@ class LocalSGD:
         self._count = count
         self._nonfinite = nonfinite
         self._inside = False
+        self._was_local = False  # whether a step was ever trained without DDP's gradient sync
+        self._lent = (
+            False  # inside averaged(): the tensors hold the average for a while, and every rank's own weights come back
+        )
         self._interval: int | None = None  # local steps of the current round; None until the schedule was first asked
         self._round_began = 0  # num_steps at the last scheduled averaging
         self._no_sync: contextlib.AbstractContextManager[None] | None = None
@@ -126,6 +134,7 @@ class LocalSGD:
 
         self._selection = models.Selection(model, buffers)
         for item in self._selection.items():
+            check_in_place(item)
             if item.is_parameter:
                 wires.wire_dtype(wires.real_dtype(item.tensor.dtype), wire, item.name)
         ddp = models.find_ddp(model)
@@ -134,9 +143,11 @@ class LocalSGD:
         group = resolve_group(process_group)
         if group is None or group.size() == 1:
             return
-        self._averager = Averager(group, wire, engine, bucket_mb)
+        backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
+        self._averager = Averager(group, wire, backend, bucket_mb)
         if ddp is not None and models.syncs_gradients_over(ddp, group):
             self._ddp = ddp
+            self._was_local = not models.keeps_equal(ddp, group)
 
     def __enter__(self) -> LocalSGD:
         if self._inside:
@@ -144,6 +155,7 @@ class LocalSGD:
                 "this LocalSGD was entered again inside its own `with` block; leave the block first, or make another instance"
             )
         if self.enabled:
+            self._selection.items()  # what is trainable now takes part, though it may be frozen at the first averaging
             if self._interval is None:
                 self._interval = checked_interval(self._schedule, self)
             self._train_locally(self._interval > 0)
@@ -162,7 +174,9 @@ class LocalSGD:
                 self._settle_report()
         finally:
             self._inside = False
-            self._pending = None
+            if self._pending is not None:
+                self._pending.abandon()
+                self._pending = None
             self._train_locally(False)
             if self._averager is not None:
                 self._averager.release()
@@ -174,19 +188,20 @@ class LocalSGD:
         """
         applied = self._accelerator is None or self._accelerator.sync_gradients
         counted = self._count == "calls" or applied
-        self.num_steps += counted
         if not self.enabled:
+            self.num_steps += counted
             return
         if not self._inside or self._interval is None:
             raise LocalSGDError("step() was called outside the `with LocalSGD(...)` block, where gradients are synchronised")
+        self._check_not_lent("step")
+        self.num_steps += counted
         self._stepped = True
         if counted and self.num_steps - self._round_began >= self._interval:
-            synchronous = self._interval == 0 and self._no_sync is None and self._ddp is not None
-            if synchronous:
-                self._ranks_are_equal(self._selection.items())  # DDP's gradient sync was on: there is nothing to send
-            else:
-                self._average()
+            # Under DDP's gradient sync the ranks are equal already, unless they have ever trained apart: then their optimizers'
+            # states differ, and equal gradients no longer make equal weights.
             self._round_began = self.num_steps
+            if self._interval > 0 or self._no_sync is not None or self._ddp is None or self._was_local:
+                self._average()
             self._interval = checked_interval(self._schedule, self)
         if applied:
             # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
@@ -196,8 +211,12 @@ class LocalSGD:
         """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with."""
         if self._averager is None:
             return None
+        self._check_not_lent("synchronize")
         self._average()
-        return self.report
+        report = self.report
+        if not self._inside:
+            self._averager.release()
+        return report
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[SyncReport | None]:
@@ -208,18 +227,24 @@ class LocalSGD:
         if self._averager is None:
             yield None
             return
+        self._check_not_lent("averaged")
         items = self._selection.items()
         news = self._has_news()
-        own = [item.tensor.detach().clone() for item in items]
+        tensors = [unexpanded(item.tensor.detach()) for item in items]
+        own = [tensor.clone() for tensor in tensors]
         try:
             self._average()
+            self._lent = True
             yield self.report
         finally:
-            with torch.no_grad():
-                for item, copy in zip(items, own, strict=True):
-                    item.tensor.copy_(copy)
+            self._lent = False
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor, copy in zip(tensors, own, strict=True):
+                    tensor.copy_(copy)
             self._stepped = news
             self._version = version(items)
+            if not self._inside:
+                self._averager.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet."""
@@ -249,19 +274,22 @@ class LocalSGD:
             items, step=self.num_steps, round=self.num_syncs + 1, interval=self._interval or 0
         )
         self.num_syncs += 1
-        self._selection.sent(items)
-        self._ranks_are_equal(items)
+        self._stepped = False
+        self._version = version(items)
         if self._nonfinite == "raise" and not self._pending.mean_sq.isfinite():
             bad = [i.name for i in items if i.is_parameter and not i.tensor.isfinite().all()]
             if bad:
                 raise NonFiniteError(
-                    f"the average at step {self.num_steps} holds NaN or inf in {len(bad)} parameters, first in {bad[0]!r}: at least "
-                    "one rank had diverged; lower the learning rate or clip gradients, or pass nonfinite='ignore'"
+                    f"the average at step {self.num_steps} holds NaN or inf in {len(bad)} of the parameters, first in {bad[0]!r}: at least "
+                    "one rank had diverged (lower the learning rate, clip gradients), or a float16 sum overflowed (wire='float32'); "
+                    "nonfinite='ignore' goes on all the same"
                 )
 
-    def _ranks_are_equal(self, items: list[Item]) -> None:
-        self._stepped = False
-        self._version = version(items)
+    def _check_not_lent(self, call: str) -> None:
+        if self._lent:
+            raise LocalSGDError(
+                f"{call}() was called inside `with local_sgd.averaged():`, whose end puts each rank's own weights back; leave it first"
+            )
 
     def _has_news(self) -> bool:
         """Whether this rank's weights changed since the last averaging, by step() or in place without it."""
@@ -279,6 +307,7 @@ class LocalSGD:
 
     def _train_locally(self, locally: bool) -> None:
         """Turn DDP's gradient sync off or on."""
+        self._was_local |= locally
         if locally and self._no_sync is None and self._ddp is not None:
             self._no_sync = self._ddp.no_sync()
             self._no_sync.__enter__()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from .averager import Item, averageable
+from .errors import LocalSGDError
 from .layout import Rule
 
 BUFFER_POLICIES = ("average", "broadcast", "keep")
@@ -23,16 +27,37 @@ _REFUSED = {
 
 def check_accelerator(accelerator: Any) -> None:
     """Raise NotImplementedError for a kind of training whose parameters cannot be averaged, naming what to use instead."""
+    if accelerator is not None and not hasattr(accelerator, "distributed_type"):
+        raise TypeError(
+            f"accelerator must be an accelerate.Accelerator, or None for plain torch.distributed; got a {type(accelerator).__name__}"
+        )
     kind = _kind(accelerator)
     if kind in _REFUSED:
         raise NotImplementedError(f"LocalSGD does not work with DistributedType.{kind}: {_REFUSED[kind]}")
 
 
+def check_model(model: Any) -> None:
+    """Raise TypeError for anything but a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, as returned by accelerator.prepare; got a {type(model).__name__}")
+
+
 def is_distributed(accelerator: Any) -> bool:
-    """Whether there may be other ranks. Without an Accelerator torch.distributed says so."""
+    """Whether there may be other ranks. Without an Accelerator torch.distributed says so.
+
+    Raises LocalSGDError where a launcher started several processes that were never joined into a process group: each would
+    train alone, unnoticed.
+    """
     if accelerator is not None:
         return _kind(accelerator) != "NO"
-    return dist.is_available() and dist.is_initialized()
+    if dist.is_available() and dist.is_initialized():
+        return True
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise LocalSGDError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() before making a LocalSGD without an Accelerator"
+        )
+    return False
 
 
 def _kind(accelerator: Any) -> str:
@@ -50,16 +75,25 @@ def syncs_gradients_over(ddp: DistributedDataParallel, group: dist.ProcessGroup)
 
     It does not where DDP works inside each machine and the averaging between machines.
     """
-    both = set(dist.get_process_group_ranks(ddp.process_group)) & set(dist.get_process_group_ranks(group))
-    return len(both) > 1
+    return len(_ranks(ddp.process_group) & _ranks(group)) > 1
+
+
+def keeps_equal(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
+    """Whether DDP's gradient sync joins all ranks that average with each other."""
+    return _ranks(group) <= _ranks(ddp.process_group)
+
+
+def _ranks(group: dist.ProcessGroup) -> set[int]:
+    return set(dist.get_process_group_ranks(group))
 
 
 class Selection:
     """The tensors of a model that take part in an averaging, looked up anew each time: models change while they train.
 
-    Trainable parameters are averaged; frozen ones are equal everywhere and stay. A parameter frozen since the last averaging
-    is sent once more, or the local steps it took before would stay different for ever. Buffers outside the state dict are caches that
-    each rank can compute, and may differ in shape; they stay. What the user told DDP to ignore stays, too.
+    A parameter takes part once it has been seen trainable: when this object was made, or at any look since. It does so for good: some
+    loops freeze and unfreeze by turns, and what was trained before it was frozen differs between ranks. What was frozen all along is equal everywhere
+    and stays. So do buffers outside the state dict, which are caches that each rank can compute and may differ in shape; buffers
+    that share memory with a parameter taking part; and what the user told DDP to ignore.
     """
 
     def __init__(self, model: torch.nn.Module, buffers: str) -> None:
@@ -67,17 +101,26 @@ class Selection:
         self._module = model if ddp is None else ddp.module
         self._ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         self._buffers = buffers
-        self._trained: list[torch.Tensor] = []
+        self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
         self._check()
+        self.items()
 
     def _check(self) -> None:
-        for module in self._module.modules():
+        for name, module in self._module.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                raise LocalSGDError(
+                    f"the DDP model is a part ({name!r}) of what was passed, so its gradient sync would stay on; pass the DDP model itself"
+                )
             if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
                 raise NotImplementedError(f"LocalSGD does not work with FSDP: {_REFUSED['FSDP']}")
         for name, parameter in self._module.named_parameters():
             if hasattr(parameter, "device_mesh"):
                 raise NotImplementedError(
                     f"parameter {name!r} is a DTensor (FSDP2 or tensor parallel), which LocalSGD does not average yet; use plain DDP"
+                )
+            if isinstance(parameter, UninitializedTensorMixin):
+                raise LocalSGDError(
+                    f"parameter {name!r} is not initialised yet; run one forward pass before making the LocalSGD"
                 )
 
     def items(self) -> list[Item]:
@@ -86,19 +129,14 @@ class Selection:
         items: list[Item] = []
         buffers: list[Item] = []
         seen: set[int] = set()
-        once_more: set[int] | None = None
         for prefix, module in self._module.named_modules():
             dot = f"{prefix}." if prefix else ""
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in seen or dot + name in self._ignored:
                     continue
                 seen.add(id(parameter))
-                if not parameter.requires_grad:
-                    if once_more is None:
-                        once_more = {id(tensor) for tensor in self._trained}
-                    if id(parameter) not in once_more:
-                        continue
-                items.append(Item(dot + name, parameter, Rule.MEAN, True))
+                if self._takes_part(parameter):
+                    items.append(Item(dot + name, parameter, Rule.MEAN, True))
             if module._buffers and self._buffers != "keep":
                 for name, buffer in module._buffers.items():
                     skip = name in module._non_persistent_buffers_set or dot + name in self._ignored
@@ -106,8 +144,37 @@ class Selection:
                         seen.add(id(buffer))
                         mean = self._buffers == "average" and averageable(buffer)
                         buffers.append(Item(dot + name, buffer, Rule.MEAN if mean else Rule.FOLLOW, False))
-        return items + buffers
+        return items + _apart(buffers, items)
 
-    def sent(self, items: list[Item]) -> None:
-        """Note that these were averaged: what is frozen by now need not be sent again."""
-        self._trained = [item.tensor for item in items if item.tensor.requires_grad]
+    def _takes_part(self, parameter: torch.Tensor) -> bool:
+        known = self._trained.get(id(parameter))
+        if known is not None and known() is parameter:  # an id alone may be that of a tensor that is no more
+            return True
+        if parameter.requires_grad:
+            self._trained[id(parameter)] = weakref.ref(parameter)
+        return parameter.requires_grad
+
+
+def _apart(buffers: list[Item], parameters: list[Item]) -> list[Item]:
+    """The buffers that do not share memory with one of the parameters: those that do change with it."""
+    if not buffers:
+        return buffers
+    places: dict[int, list[tuple[int, int]]] = {}
+    for item in parameters:
+        storage, begin, end = _place(item.tensor)
+        places.setdefault(storage, []).append((begin, end))
+    apart = []
+    for item in buffers:
+        storage, begin, end = _place(item.tensor)
+        if not any(begin < other_end and other_begin < end for other_begin, other_end in places.get(storage, ())):
+            apart.append(item)
+    return apart
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """A tensor's storage, and the addresses between which it lies there; all 0 where it has no memory of its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
+        return 0, 0, 0
+    begin = tensor.data_ptr()
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.untyped_storage().data_ptr(), begin, begin + reach * tensor.itemsize

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from .collectives import wait
+from .collectives import keep, wait
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class PendingReport:
     distance_sq: torch.Tensor  # ||x_i - mean||^2, float, shape (1,): summed over ranks once `work` is done
     mean_sq: torch.Tensor  # ||mean||^2, float, shape ()
     work: dist.Work | None
+
+    def abandon(self) -> None:
+        """Give up on a number that the other ranks may never send."""
+        if self.work is not None:
+            keep(self.work)
 
     def result(self) -> SyncReport:
         """Wait for the ranks' distances and give the finished report."""

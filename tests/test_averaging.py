@@ -7,15 +7,17 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch._C._distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 from localsgd_ext.averager import Averager, Item
-from localsgd_ext.backends import pick
 
+from .groups import WatchedGroup, failing_group
 from .ranks import run_ranks
 from .tensors import DTYPES, OddModel, bits, values
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 BUCKET_MB = 4096 / 2**20  # so small that every odd shape meets a bucket boundary
 
@@ -101,14 +103,13 @@ dtype_names = st.lists(st.sampled_from(["float32", "bfloat16", "float64"]), min_
 
 def _every_boundary(rank: int) -> None:
     """Both ranks draw the same examples (derandomized), so that they average together inside one property test."""
-    engine = pick("torch")
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(shapes, dtype_names, st.integers(1, 3))
     def check(sizes: list[int], names: list[str], blocks: int) -> None:
         dtypes = [getattr(torch, name) for name in names]
         tensors = [values((n,), d, i, rank) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=False))]
-        averager = Averager(dist.group.WORLD, "parameter", engine, blocks * 1024 / 2**20)
+        averager = Averager(dist.group.WORLD, "parameter", "auto", blocks * 1024 / 2**20)
         averager.average([Item(str(i), t) for i, t in enumerate(tensors)], step=0, round=1, interval=1)
         for i, tensor in enumerate(tensors):
             both = [values((sizes[i],), dtypes[i], i, r) for r in range(2)]
@@ -155,6 +156,10 @@ def _bad_input(rank: int) -> None:
         average_parameters([torch.zeros(3)], wire="float8")
     with pytest.raises(ValueError, match="'auto'"):
         average_parameters([torch.zeros(3)], backend="cuda")
+    with pytest.raises(TypeError, match=r"tensors\[0\] is a float"):
+        average_parameters([1.0])
+    with pytest.raises(TypeError, match="got a str"):
+        average_parameters([torch.zeros(3)], group="world")
     with pytest.raises(NotImplementedError, match="float64"):
         average_parameters([torch.zeros(3, dtype=torch.float64)], wire="float32")
 
@@ -195,48 +200,51 @@ def test_an_expanded_tensor_is_averaged_where_its_memory_is() -> None:
     assert run_ranks(_expanded, 2) == [[0.5] * 12] * 2
 
 
-class _FailingGroup:
-    """Makes the k-th all-reduce from now fail when it is waited for, as a broken connection does."""
+def _waits_for_all(rank: int) -> None:
+    """After a failure no collective is left that could still write to a staging buffer."""
+    waited: list[int] = []
 
-    def __init__(self, fail_at: int) -> None:
-        self.calls = 0
-        self.fail_at = fail_at
-        self.real = dist.all_reduce
+    class Watched(Work):
+        def __init__(self, call: int, work: Work) -> None:
+            super().__init__()
+            self._call, self._work = call, work
 
-    def __call__(self, tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        self.calls += 1
-        work = self.real(tensor, *args, **kwargs)
-        if self.calls != self.fail_at:
-            return work
+        def wait(self, *timeout: object) -> bool:
+            waited.append(self._call)
+            self._work.wait()
+            if self._call == 2:
+                raise ConnectionError("connection reset by peer")
+            return True
 
-        class Broken:
-            def wait(self) -> None:
-                work.wait()
-                raise RuntimeError("connection reset by peer")
+    group = WatchedGroup(lambda call, tensor, work: Watched(call, work))
+    averager = Averager(group, "parameter", "auto", BUCKET_MB)
+    with pytest.raises((ConnectionError, RuntimeError), match="connection reset"):
+        averager.average([Item("x", values((8000,), torch.float32, 0, rank))], step=0, round=1, interval=1)
+    assert sorted(set(waited)) == list(range(1, len(group.given) + 1))
+    assert len(group.given) > 2
 
-        return Broken()
+
+def test_a_failure_waits_for_what_is_in_flight() -> None:
+    run_ranks(_waits_for_all, 2)
 
 
 def _breaks_midway(rank: int, fail_at: int) -> None:
-    model = nn.Linear(64, 64)  # 16.6 kB in 5 buckets
-    own = {}
-    for i, (name, parameter) in enumerate(model.named_parameters()):
-        parameter.data.copy_(values(tuple(parameter.shape), torch.float32, i, rank))
-        own[name] = parameter.detach().clone()
-    local_sgd = LocalSGD(None, model, 1, bucket_mb=BUCKET_MB)
-    dist.all_reduce = _FailingGroup(fail_at)
-    with pytest.raises(RuntimeError, match="connection reset"):
-        local_sgd.synchronize()
-    dist.all_reduce = dist.all_reduce.real
+    shapes = [(64, 64), (7,), (900,)]  # 20 kB in 5 buckets
+    tensors = [values(shape, torch.float32, i, rank) for i, shape in enumerate(shapes)]
+    items = [Item(str(i), tensor) for i, tensor in enumerate(tensors)]
+    averager = Averager(failing_group(fail_at), "parameter", "auto", BUCKET_MB)
+    with pytest.raises((ConnectionError, RuntimeError), match="connection reset"):
+        averager.average(items, step=0, round=1, interval=1)
     changed = 0
-    for i, (name, parameter) in enumerate(model.named_parameters()):
-        both = [values(tuple(parameter.shape), torch.float32, i, r) for r in range(2)]
-        mean = (both[0] + both[1]) / 2
-        local, averaged = parameter.detach() == own[name], parameter.detach() == mean
+    for i, tensor in enumerate(tensors):
+        both = [values(shapes[i], torch.float32, i, r) for r in range(2)]
+        local, averaged = tensor == both[rank], tensor == (both[0] + both[1]) / 2
         assert (local | averaged).all(), "neither local nor averaged"
         changed += int((averaged & ~local).sum())
     assert (changed > 0) == (fail_at > 1)
-    local_sgd.synchronize()  # and it can average again
+    assert not averager._buckets, "no view of the tensors is kept after a failure"
+    averager.group = dist.group.WORLD
+    averager.average(items, step=0, round=1, interval=1)  # and it can average again
 
 
 @pytest.mark.parametrize("fail_at", [1, 3, 5])

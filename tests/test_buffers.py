@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import LocalSGD, average_parameters
+from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 
 from .ranks import run_ranks
 from .tensors import bits, values
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def batch_norm(rank: int) -> nn.Sequential:
@@ -143,3 +146,67 @@ def _averaged_then_exit(rank: int) -> None:
 
 def test_averaged_does_not_count_as_having_sent_the_local_steps() -> None:
     run_ranks(_averaged_then_exit, 2)
+
+
+def _inside_averaged(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    with LocalSGD(None, model, 1) as local_sgd, local_sgd.averaged():
+        for call in (local_sgd.step, local_sgd.synchronize, local_sgd.averaged().__enter__):
+            with pytest.raises(LocalSGDError, match=r"inside `with local_sgd\.averaged"):
+                call()
+    assert local_sgd.num_syncs == 2, "averaged() and the end of the block"
+
+
+def test_averaging_inside_averaged_would_be_lost_and_is_an_error() -> None:
+    run_ranks(_inside_averaged, 2)
+
+
+def _odd_buffers(rank: int) -> None:
+    model = nn.Linear(3, 5)
+    base = values((5, 1), torch.float32, 1, rank)
+    model.register_buffer("expanded", base.expand(5, 4))
+    model.register_buffer("alias", model.weight.detach()[:2])
+    own = [bits(t) for t in (*model.parameters(), *model.buffers())]
+    local_sgd = LocalSGD(None, model, 1, buffers="broadcast")
+    with local_sgd.averaged():
+        assert torch.equal(model.expanded, values((5, 1), torch.float32, 1, 0).expand(5, 4))
+        assert torch.equal(model.alias, model.weight[:2])
+        weights = bits(model.weight)
+    everyone: list[bytes] = [b"", b""]
+    dist.all_gather_object(everyone, weights)
+    assert everyone[0] == everyone[1], "a buffer that is a part of a parameter is averaged with it, not broadcast"
+    assert [bits(t) for t in (*model.parameters(), *model.buffers())] == own
+
+
+def test_expanded_buffers_and_parts_of_parameters() -> None:
+    run_ranks(_odd_buffers, 2)
+
+
+def _under_inference_mode(rank: int) -> None:
+    model = nn.Linear(3, 5)
+    model.weight.data.fill_(rank)
+    with LocalSGD(None, model, 2) as local_sgd:
+        local_sgd.step()
+        with torch.inference_mode(), local_sgd.averaged():
+            assert model.weight.eq(0.5).all()
+        assert model.weight.eq(rank).all()
+        local_sgd.step()
+        assert model.weight.eq(0.5).all()
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_an_evaluation_in_inference_mode_leaves_no_trace() -> None:
+    run_ranks(_under_inference_mode, 2)
+
+
+def _subgroup(rank: int) -> int:
+    pair = dist.new_group([1, 2])
+    model = nn.BatchNorm1d(2)
+    model.num_batches_tracked.fill_(10 * rank)
+    if rank:
+        LocalSGD(None, model, 1, process_group=pair).synchronize()
+    return int(model.num_batches_tracked)
+
+
+def test_what_follows_rank_0_follows_the_groups_own() -> None:
+    assert run_ranks(_subgroup, 3) == [0, 10, 10]

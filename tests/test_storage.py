@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import LocalSGD
+from localsgd_ext import LocalSGD, LocalSGDError
 
+from .groups import WatchedGroup
 from .ranks import run_ranks
 from .tensors import DTYPES, OddModel, bits, values
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def _mean(shape: tuple[int, ...], salt: int) -> torch.Tensor:
@@ -60,25 +64,15 @@ def test_tied_weights_stay_tied_and_are_sent_once() -> None:
 
 
 class _Counting:
-    """Counts the bytes that are handed to all-reduces and broadcasts."""
+    """A group that counts the bytes handed to its all-reduces."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._all_reduce, self._broadcast = dist.all_reduce, dist.broadcast
+        self.group = WatchedGroup(self._count)
 
-    def __enter__(self) -> _Counting:
-        def count(call: object) -> object:
-            def counted(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-                self.bytes += tensor.numel() * tensor.itemsize
-                return call(tensor, *args, **kwargs)  # type: ignore[operator]
-
-            return counted
-
-        dist.all_reduce, dist.broadcast = count(self._all_reduce), count(self._broadcast)  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        dist.all_reduce, dist.broadcast = self._all_reduce, self._broadcast
+    def _count(self, call: int, tensor: torch.Tensor, work: Work) -> Work:
+        self.bytes += tensor.numel() * tensor.itemsize
+        return work
 
 
 DRIFT_BYTES = 8  # one float64 per averaging
@@ -92,8 +86,8 @@ def _frozen(rank: int) -> None:
         p.requires_grad_(False)
     model[0].register_parameter("codes", nn.Parameter(torch.full((7,), rank, dtype=torch.int64), requires_grad=False))
     base = bits(model[0].weight)
-    with _Counting() as sent:
-        report = LocalSGD(None, model, 1).synchronize()
+    sent = _Counting()
+    report = LocalSGD(None, model, 1, process_group=sent.group).synchronize()
     assert sent.bytes == 33 * 4 + DRIFT_BYTES
     assert report is not None
     assert report.wire_bytes == 33 * 4
@@ -108,27 +102,45 @@ def test_frozen_and_integer_parameters_are_not_sent() -> None:
 
 def _frozen_midway(rank: int) -> list[int]:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    local_sgd = LocalSGD(None, model, 1)
+    count = _Counting()
+    local_sgd = LocalSGD(None, model, 1, process_group=count.group)
     sent = []
 
     def average() -> None:
-        with _Counting() as count:
-            local_sgd.synchronize()
+        count.bytes = 0
+        local_sgd.synchronize()
         sent.append((count.bytes - DRIFT_BYTES) // 4)
 
+    model[0].requires_grad_(False)  # before the first averaging
     average()
     model[0].weight.data.copy_(values((4, 4), torch.float32, 9, rank))
-    model[0].weight.requires_grad_(False)
     average()
-    assert bits(model[0].weight) == bits(_mean((4, 4), 9)), "its last local steps are averaged"
-    average()
-    model[0].weight.requires_grad_(True)
+    assert bits(model[0].weight) == bits(_mean((4, 4), 9)), "what was trained before it was frozen is averaged"
+    model[0].requires_grad_(True)
     average()
     return sent
 
 
-def test_a_parameter_frozen_since_the_last_averaging_is_sent_once_more() -> None:
-    assert run_ranks(_frozen_midway, 2) == [[32, 32, 16, 32]] * 2
+def test_a_parameter_frozen_midway_goes_on_being_averaged() -> None:
+    assert run_ranks(_frozen_midway, 2) == [[32, 32, 32]] * 2
+
+
+def _by_turns(rank: int) -> None:
+    """Two networks trained by turns, the second one frozen whenever step() is called, as for adversarial training."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with LocalSGD(None, model, 2) as local_sgd:
+        for step in range(4):
+            model[1].requires_grad_(True)
+            for i, p in enumerate(model.parameters()):
+                p.data.copy_(values(tuple(p.shape), torch.float32, 10 * step + i, rank))
+            model[1].requires_grad_(False)
+            local_sgd.step()
+    for i, p in enumerate(model.parameters()):
+        assert bits(p) == bits(_mean(tuple(p.shape), 30 + i))
+
+
+def test_networks_frozen_by_turns_are_all_averaged() -> None:
+    run_ranks(_by_turns, 2)
 
 
 def _replaced(rank: int) -> None:
@@ -193,3 +205,48 @@ def _ddp_ignores(rank: int) -> None:
 
 def test_what_ddp_was_told_to_ignore_is_left_alone() -> None:
     run_ranks(_ddp_ignores, 2)
+
+
+def _conjugates(rank: int) -> None:
+    weights = [values((5, 3), torch.complex64, 1, r) for r in range(2)]
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(weights[rank].clone().conj()))
+    model.register_buffer("table", values((4,), torch.complex64, 2, rank).conj())
+    LocalSGD(None, model, 1, buffers="broadcast").synchronize()
+    assert torch.equal(model.weight.detach().resolve_conj(), ((weights[0] + weights[1]) / 2).conj().resolve_conj())
+    assert torch.equal(model.table.resolve_conj(), values((4,), torch.complex64, 2, 0).conj().resolve_conj())
+
+
+def test_conjugate_views() -> None:
+    run_ranks(_conjugates, 2)
+
+
+def _transposed_midway(rank: int) -> None:
+    """The same memory read through other strides: a tensor with gaps is told from one without."""
+    base = values((6, 6), torch.float32, 1, rank)
+    model = nn.Linear(6, 6, bias=False)
+    model.weight.data = base[:, :3]
+    local_sgd = LocalSGD(None, model, 1)
+    local_sgd.synchronize()
+    model.weight.data = base.as_strided((6, 3), (1, 6))
+    local_sgd.synchronize()
+    both = [values((6, 6), torch.float32, 1, r) for r in range(2)]
+    assert torch.equal(base.as_strided((18,), (1,)), ((both[0] + both[1]) / 2).as_strided((18,), (1,)))
+
+
+def test_other_strides_over_the_same_memory_are_noticed() -> None:
+    run_ranks(_transposed_midway, 2)
+
+
+def _no_memory(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(LocalSGDError, match=r"'graph' is a torch\.sparse_coo tensor.*buffers='keep'"):
+        LocalSGD(None, model, 1)
+    LocalSGD(None, model, 1, buffers="keep").synchronize()
+    with pytest.raises(LocalSGDError, match="'weight' is not initialised"):
+        LocalSGD(None, nn.LazyLinear(3), 1)
+
+
+def test_tensors_that_cannot_be_written_to_are_named() -> None:
+    run_ranks(_no_memory, 2)
