@@ -8,7 +8,9 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -107,8 +109,8 @@ def _build(folder: Path, target: build.Target, wanted: str) -> Path:
         try:
             with _temporary_sibling(folder) as scratch:
                 build.compile_into(scratch, target)
-                with contextlib.suppress(OSError):
-                    os.replace(scratch, folder)
+                shutil.rmtree(folder, ignore_errors=True)  # what lies there is not usable, or it would have been used
+                os.replace(scratch, folder)
         except build.BuildError as error:
             print(" failed", file=sys.stderr, flush=True)
             failure.write_text(f"{compiler}\n{error}")
@@ -122,9 +124,6 @@ def _build(folder: Path, target: build.Target, wanted: str) -> Path:
 
 @contextlib.contextmanager
 def _temporary_sibling(folder: Path) -> Iterator[Path]:
-    import shutil
-    import tempfile
-
     scratch = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     try:
         yield scratch
