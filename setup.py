@@ -17,17 +17,19 @@ sys.modules[_spec.name] = build  # dataclasses look their module up
 _spec.loader.exec_module(build)
 
 
-def plan() -> tuple["build.Target | None", str]:
-    """The torch to build for, or None and the reason why nothing is built now."""
+def plan() -> tuple["build.Plan | None", str]:
+    """What to build, or None and the reason why nothing is built now."""
     choice = build.switch()
     if choice == "off":
         return None, f"{build.SWITCH}=off"
     try:
         build.compiler()
         target = build.installed_target()
+        if target is None:
+            return _not_now(choice, "no torch in the environment that this is installed into")
+        return build.make_plan(target), ""
     except build.BuildError as error:
         return _not_now(choice, str(error))
-    return (target, "") if target else _not_now(choice, "no torch in the environment that this is installed into")
 
 
 def _not_now(choice: str, why: str) -> tuple[None, str]:
@@ -43,11 +45,11 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:
             return
-        target, why = plan()
-        if target is not None:
+        what, why = plan()
+        if what is not None:
             try:
-                build.compile_into(Path(self.build_lib) / "localsgd_ext", target)
-                print(f"localsgd_ext: built the native engine for torch {target.torch}", file=sys.stderr)
+                build.compile_into(Path(self.build_lib) / "localsgd_ext", what)
+                print(f"localsgd_ext: built the native engine ({what.flavour}) for torch {what.target.torch}", file=sys.stderr)
                 return
             except build.BuildError as error:
                 why = str(error)

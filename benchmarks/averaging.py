@@ -46,6 +46,7 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
 
         backend = "native" if method == "native" else "torch"
         local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
+        local_sgd.__enter__()  # as in training: outside the block nothing is kept between averagings
         return local_sgd.synchronize
     if method == "torch":
         from torch.distributed.algorithms.model_averaging.utils import average_parameters

@@ -6,7 +6,6 @@
 
 namespace py = pybind11;
 using localsgd::BoundBucket;
-using localsgd::Sums;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<BoundBucket>(module, "BoundBucket")
@@ -14,27 +13,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                     bool>(),
            py::arg("flats"), py::arg("segments"), py::arg("buffer"), py::arg("drift_numel"), py::arg("follow"))
       .def_property_readonly("buffer", &BoundBucket::buffer)
+      .def_property_readonly("follow", &BoundBucket::follow)
       .def("pack", &BoundBucket::pack, py::call_guard<py::gil_scoped_release>())
       .def(
           "apply",
           [](BoundBucket& self, int64_t divisor) {
-            Sums sums;
-            {
-              py::gil_scoped_release release;
-              self.apply(divisor, sums);
-            }
-            return std::make_pair(sums.distance_sq, sums.mean_sq);
+            const py::gil_scoped_release release;
+            at::Tensor sums = self.new_sums();
+            self.apply(divisor, sums);
+            return sums;
           },
           py::arg("divisor"));
-  module.def(
-      "average",
-      [](const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-        Sums sums;
-        {
-          py::gil_scoped_release release;
-          sums = localsgd::average(buckets, slots, group);
-        }
-        return std::make_pair(sums.distance_sq, sums.mean_sq);
-      },
-      py::arg("buckets"), py::arg("slots"), py::arg("group"));
+  module.def("average", &localsgd::average, py::arg("buckets"), py::arg("slots"), py::arg("group"),
+             py::call_guard<py::gil_scoped_release>());
+#ifdef LOCALSGD_CUDA
+  module.attr("cuda") = true;
+#else
+  module.attr("cuda") = false;
+#endif
 }

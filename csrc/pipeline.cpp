@@ -1,11 +1,20 @@
 #include "pipeline.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <deque>
 #include <utility>
 
 #include "kernels.h"
+#ifdef LOCALSGD_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/kernels.cuh"
+#endif
 
 namespace localsgd {
 
@@ -23,18 +32,51 @@ BoundBucket::BoundBucket(const std::vector<at::Tensor>& flats, const std::vector
     offset += numel;
   }
   TORCH_CHECK(offset == buffer_.numel() && buffer_.is_contiguous(), "localsgd_ext: segments do not fill their bucket");
+  if (buffer_.is_cpu()) return;
+#ifdef LOCALSGD_CUDA
+  TORCH_CHECK(buffer_.is_cuda(), "localsgd_ext: no kernels for ", buffer_.device());
+  const c10::cuda::CUDAGuard guard(buffer_.device());
+  std::vector<char> table = cuda::build_table(bucket(), c10::elementSize(dtype_));
+  const auto bytes = static_cast<int64_t>(table.size());
+  table_ = at::empty({bytes}, buffer_.options().dtype(at::kByte));
+  table_.copy_(at::from_blob(table.data(), {bytes}, at::kByte));
+  partials_ =
+      at::empty({cuda::partials_numel(cuda::table_at(table_.data_ptr(), table.size()))}, buffer_.options().dtype(at::kDouble));
+#else
+  TORCH_CHECK(false, "localsgd_ext: this build has no kernels for ", buffer_.device());
+#endif
 }
 
 Bucket BoundBucket::bucket() const {
   return {segments_.data(), static_cast<int64_t>(segments_.size()), buffer_.numel(), drift_numel_};
 }
 
-void BoundBucket::pack() { cpu::pack(bucket(), dtype_, buffer_.scalar_type(), buffer_.data_ptr()); }
+at::Tensor BoundBucket::new_sums() const { return at::zeros({2}, buffer_.options().dtype(at::kDouble)); }
 
-void BoundBucket::apply(int64_t divisor, Sums& sums) {
-  const Sums own = cpu::apply(bucket(), dtype_, buffer_.scalar_type(), buffer_.data_ptr(), divisor, drift_numel_ > 0);
-  sums.distance_sq += own.distance_sq;
-  sums.mean_sq += own.mean_sq;
+void BoundBucket::pack() {
+#ifdef LOCALSGD_CUDA
+  if (buffer_.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(buffer_.device());
+    return cuda::pack(cuda::table_at(table_.data_ptr(), table_.numel()), dtype_, buffer_.scalar_type(), buffer_.data_ptr(),
+                      c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  cpu::pack(bucket(), dtype_, buffer_.scalar_type(), buffer_.data_ptr());
+}
+
+void BoundBucket::apply(int64_t divisor, const at::Tensor& sums) {
+  const bool measure = drift_numel_ > 0;
+  double* into = sums.data_ptr<double>();
+#ifdef LOCALSGD_CUDA
+  if (buffer_.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(buffer_.device());
+    return cuda::apply(cuda::table_at(table_.data_ptr(), table_.numel()), dtype_, buffer_.scalar_type(), buffer_.data_ptr(),
+                       divisor, measure ? into : nullptr, partials_.data_ptr<double>(), c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  const Sums own = cpu::apply(bucket(), dtype_, buffer_.scalar_type(), buffer_.data_ptr(), divisor, measure);
+  into[0] += own.distance_sq;
+  into[1] += own.mean_sq;
 }
 
 namespace {
@@ -51,17 +93,23 @@ c10::intrusive_ptr<c10d::Work> send(const BoundBucket& bucket, const c10::intrus
 
 }  // namespace
 
-Sums average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   std::deque<std::pair<BoundBucket*, c10::intrusive_ptr<c10d::Work>>> flying;
-  Sums sums;
+  std::vector<at::Tensor> sums;  // one for each device
+  const auto sums_of = [&](const BoundBucket& bucket) -> const at::Tensor& {
+    for (const at::Tensor& each : sums) {
+      if (each.device() == bucket.buffer().device()) return each;
+    }
+    return sums.emplace_back(bucket.new_sums());
+  };
   const auto land = [&] {
     const auto [bucket, work] = flying.front();
     work->wait();
     flying.pop_front();
     if (!bucket->follow()) {
-      bucket->apply(group->getSize(), sums);
+      bucket->apply(group->getSize(), sums_of(*bucket));
     } else if (group->getRank() != 0) {
-      bucket->apply(1, sums);
+      bucket->apply(1, sums_of(*bucket));
     }
   };
   try {
@@ -82,7 +130,9 @@ Sums average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10:
     }
     throw;
   }
-  return sums;
+  if (sums.empty()) return at::zeros({2}, at::kDouble);
+  for (size_t i = 1; i < sums.size(); ++i) sums[0].add_(sums[i].to(sums[0].device()));
+  return sums[0];
 }
 
 }  // namespace localsgd

@@ -12,7 +12,7 @@
 
 namespace localsgd {
 
-// A bucket tied to memory. `tensors` and `buffer` keep that memory alive.
+// A bucket tied to memory, on whichever device that is. `flats` and `buffer` keep the memory alive.
 class BoundBucket {
  public:
   // flats: one-dimensional views of the tensors' memory, all of one type. segments: (tensor, start, numel) in the order of the
@@ -21,11 +21,13 @@ class BoundBucket {
               at::Tensor buffer, int64_t drift_numel, bool follow);
 
   void pack();
-  // Divides and copies back; adds to the sums when there are parameters in the bucket.
-  void apply(int64_t divisor, Sums& sums);
+  // Divides and copies back. Adds ||local - mean||^2 and ||mean||^2 to `sums`, double, shape (2,), on the bucket's device.
+  void apply(int64_t divisor, const at::Tensor& sums);
 
   const at::Tensor& buffer() const { return buffer_; }
   bool follow() const { return follow_; }
+  // Two zeros to pass to `apply`.
+  at::Tensor new_sums() const;
 
  private:
   Bucket bucket() const;
@@ -36,10 +38,13 @@ class BoundBucket {
   at::ScalarType dtype_;
   int64_t drift_numel_;
   bool follow_;
+  at::Tensor table_;     // CUDA: the segments, on the device, so that an averaging copies nothing there
+  at::Tensor partials_;  // CUDA: scratch for the sums
 };
 
-// Averages all buckets over the group; bucket k uses staging buffer k % slots. Throws what a collective throws, once none is in
-// flight; every element then holds its local or its averaged value.
-Sums average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+// Averages all buckets over the group, with at most `slots` of them in flight; bucket k has to use staging buffer k % slots. Gives
+// the sums of `apply` over all of them. Throws what a collective throws, once none is in flight; every element then holds its
+// local or its averaged value.
+at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace localsgd

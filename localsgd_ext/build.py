@@ -25,7 +25,9 @@ CHOICES = ("auto", "cpu", "cuda", "off")
 MODULE = "_native"
 
 _SOURCES = ("bindings.cpp", "pipeline.cpp", "cpu/kernels.cpp")
+_CUDA_SOURCES = ("cuda/kernels.cu",)
 # Contraction into fused multiply-add is off: every engine has to give the same bits.
+_NVCC_FLAGS = ("-std=c++20", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 _CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
 
 _PROBE = """
@@ -98,35 +100,164 @@ def compiler() -> str:
     raise BuildError("no C++ compiler: $CXX is not set to one, and none of c++, g++, clang++ is on PATH")
 
 
-def key(target: Target) -> str:
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit that can compile: a compiler and headers of one version."""
+
+    nvcc: str
+    include: str
+    version: str  # major.minor
+    why: str  # where it was found
+
+
+def find_toolkit(target: Target) -> tuple[Toolkit | None, str]:
+    """A toolkit of the same major version as torch's CUDA, or None; and what was looked at, for a person to read."""
+    if target.cuda is None:
+        return None, "this torch was built without CUDA"
+    seen = []
+    for where, root in _toolkit_roots(target):
+        nvcc = root / "bin" / "nvcc"
+        include = next((p for p in (root / "include", root / "targets" / "x86_64-linux" / "include") if _has_runtime(p)), None)
+        if not nvcc.is_file() or include is None:
+            seen.append(f"{where} ({root}): " + ("no bin/nvcc" if not nvcc.is_file() else "no include/cuda_runtime.h"))
+            continue
+        done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
+        found = re.search(r"release (\d+\.\d+)", done.stdout)
+        version = found.group(1) if found else "unknown"
+        if version.split(".")[0] != target.cuda.split(".")[0]:
+            seen.append(f"{where} ({root}): CUDA {version}, but torch was built with {target.cuda}")
+            continue
+        return Toolkit(str(nvcc), str(include), version, f"{where} ({root})"), f"{where} ({root}): CUDA {version}"
+    return None, "no usable CUDA toolkit: " + ("; ".join(seen) or "none found")
+
+
+def _toolkit_roots(target: Target) -> list[tuple[str, Path]]:
+    """Folders that may hold a toolkit, the most explicit first, each with how it was found."""
+    roots = [(f"${name}", Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if nvcc := shutil.which("nvcc"):
+        # It may be a link, or a script elsewhere that starts the real one: then no headers lie beside it.
+        roots.append(("nvcc on PATH", Path(nvcc).resolve().parent.parent))
+    roots += [("standard folder", path) for path in sorted(Path("/usr/local").glob("cuda*"), reverse=True)]
+    if conda := os.environ.get("CONDA_PREFIX"):
+        roots.append(("conda", Path(conda)))
+    roots += [("wheels", path) for path in sorted(Path(target.root).parent.glob("nvidia/cu[0-9]*"), reverse=True)]
+    return roots
+
+
+def _has_runtime(include: Path) -> bool:
+    return (include / "cuda_runtime.h").is_file()
+
+
+def architectures(target: Target, toolkit: Toolkit) -> list[str]:
+    """Compute capabilities to build for, as "9.0" or "10.0+PTX": $TORCH_CUDA_ARCH_LIST, else the GPUs present, else a fixed list."""
+    if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return [arch for arch in re.split(r"[ ;,]+", asked) if re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch)]
+    if present := _present_gpus():
+        return present
+    newest = {
+        "11": ["7.0", "8.0", "8.6+PTX"],
+        "12": ["7.5", "8.0", "8.6", "9.0+PTX"],
+        "13": ["8.0", "8.6", "9.0", "10.0", "12.0+PTX"],
+    }
+    return newest.get(toolkit.version.split(".")[0], ["8.0", "9.0+PTX"])
+
+
+def _present_gpus() -> list[str]:
+    """Capabilities of this machine's GPUs; none where the driver's tool is missing or finds none."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    done = subprocess.run(
+        [tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    return sorted({line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip())})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is built, for which torch, and why."""
+
+    target: Target
+    flavour: str  # "cpu" or "cuda"
+    toolkit: Toolkit | None
+    architectures: tuple[str, ...]
+    why: str
+
+
+def make_plan(target: Target, choice: str | None = None) -> Plan:
+    """Decide on the flavour: CUDA where torch has it and a matching toolkit is found, unless `choice` (the switch) says otherwise.
+
+    Raises BuildError if CUDA is asked for and cannot be had.
+    """
+    choice = choice or switch()
+    toolkit, why = find_toolkit(target) if choice != "cpu" else (None, f"{SWITCH}=cpu")
+    if toolkit is None:
+        if choice == "cuda":
+            raise BuildError(f"{SWITCH}=cuda, but {why}")
+        return Plan(target, "cpu", None, (), why)
+    return Plan(target, "cuda", toolkit, tuple(architectures(target, toolkit)), why)
+
+
+def key(plan: Plan) -> str:
     """Names what a binary was built from and for: equal keys mean that it can be loaded."""
-    digest = hashlib.sha256(json.dumps([asdict(target) | {"root": ""}, _CXX_FLAGS, sys.platform, os.uname().machine]).encode())
-    for path in sorted(p for p in source_folder().rglob("*") if p.suffix in (".cpp", ".h") and p.parent.name != "cuda"):
-        digest.update(path.relative_to(source_folder()).as_posix().encode() + b"\0" + path.read_bytes())
-    release = re.sub(r"[^0-9A-Za-z.]", "-", target.torch)
-    return f"torch-{release}-{digest.hexdigest()[:16]}"
+    description = [
+        asdict(plan.target) | {"root": ""}, plan.flavour, plan.architectures, plan.toolkit and plan.toolkit.version,
+        _CXX_FLAGS, _NVCC_FLAGS, sys.platform, os.uname().machine,
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(description).encode())
+    folder = source_folder()
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".cpp", ".h", ".cu", ".cuh")):
+        if plan.flavour == "cuda" or path.parent.name != "cuda":
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    release = re.sub(r"[^0-9A-Za-z.]", "-", plan.target.torch)
+    return f"torch-{release}-{plan.flavour}-{digest.hexdigest()[:16]}"
 
 
-def compile_into(folder: Path, target: Target) -> Path:
+def compile_into(folder: Path, plan: Plan) -> Path:
     """Compile and link the engine; gives the binary's path in `folder`. Raises BuildError with the compiler's own words."""
-    cxx, sources = compiler(), source_folder()
+    cxx, sources, target = compiler(), source_folder(), plan.target
     include = [f"{target.root}/include", f"{target.root}/include/torch/csrc/api/include", target.headers]
-    flags = [*_CXX_FLAGS, f"-DTORCH_EXTENSION_NAME={MODULE}", f"-D_GLIBCXX_USE_CXX11_ABI={target.abi}"]
-    flags += [word for path in include for word in ("-isystem", path)]
+    common = [f"-DTORCH_EXTENSION_NAME={MODULE}", f"-D_GLIBCXX_USE_CXX11_ABI={target.abi}"]
+    libraries = [f"-L{target.root}/lib", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    if plan.toolkit is not None:
+        include.append(plan.toolkit.include)
+        common.append("-DLOCALSGD_CUDA")
+        # The runtime of the toolkit is linked in, so that none has to be found when the binary is loaded.
+        runtime = [f"-L{path}" for path in _runtime_folders(plan.toolkit)]
+        libraries += ["-lc10_cuda", *runtime, "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+    common += [word for path in include for word in ("-isystem", path)]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        objects = [f"{scratch}/{name.replace('/', '_')}.o" for name in _SOURCES]
-        commands = [[cxx, *flags, "-c", str(sources / name), "-o", out] for name, out in zip(_SOURCES, objects, strict=True)]
+        commands, objects = [], []
+        for name in (*_SOURCES, *(_CUDA_SOURCES if plan.toolkit else ())):
+            objects.append(f"{scratch}/{name.replace('/', '_')}.o")
+            start = [cxx, *_CXX_FLAGS]
+            if name.endswith(".cu") and plan.toolkit is not None:
+                start = [plan.toolkit.nvcc, *_NVCC_FLAGS, "-ccbin", cxx, *_arch_flags(plan.architectures)]
+            commands.append([*start, *common, "-c", str(sources / name), "-o", objects[-1]])
         # A translation unit with torch's headers takes about 1 GB.
         with concurrent.futures.ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
-        library = f"{target.root}/lib"
         linked = f"{scratch}/{MODULE}{target.suffix}"
-        _run([cxx, "-shared", *objects, f"-L{library}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", linked])
+        _run([cxx, "-shared", *objects, *libraries, "-o", linked])
         binary = folder / Path(linked).name
         os.replace(linked, binary)
-    (folder / f"{MODULE}.json").write_text(json.dumps({"key": key(target), **asdict(target)}, indent=1) + "\n")
+    (folder / f"{MODULE}.json").write_text(json.dumps({"key": key(plan), **asdict(plan)}, indent=1) + "\n")
     return binary
+
+
+def _runtime_folders(toolkit: Toolkit) -> list[Path]:
+    root = Path(toolkit.include).parent
+    return [path for path in (root / "lib64", root / "lib") if path.is_dir()]
+
+
+def _arch_flags(architectures: tuple[str, ...]) -> list[str]:
+    flags = []
+    for arch in architectures:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+        if arch.endswith("+PTX"):
+            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+    return flags
 
 
 def _run(command: list[str]) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_built_once_with_a_progress_line_then_found(host: Host) -> None:
     status, first, err = host.run(FIND)
     assert status == 0, err
     assert err.count("\n") == 1
-    assert "building the native engine for torch" in err
+    assert "building the native engine (cpu) for torch" in err
     assert host.calls() == ONE_BUILD
     assert host.run(FIND) == (0, first, "")
     assert host.calls() == ONE_BUILD
@@ -150,12 +151,62 @@ def test_a_binary_for_another_torch_is_not_used(host: Host) -> None:
 
 def test_the_key_tells_torch_and_sources_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = build.running_target()
-    other = build.Target(**{**target.__dict__, "torch": "9.9.9"})
-    moved = build.Target(**{**target.__dict__, "root": "/elsewhere"})
-    assert build.key(target) != build.key(other)
-    assert build.key(target) == build.key(moved), "where torch lies does not matter"
+    plan = build.make_plan(target, "cpu")
+    other = build.make_plan(replace(target, torch="9.9.9"), "cpu")
+    moved = build.make_plan(replace(target, root="/elsewhere"), "cpu")
+    assert build.key(plan) != build.key(other)
+    assert build.key(plan) == build.key(moved), "where torch lies does not matter"
     (tmp_path / "bindings.cpp").write_text("// other sources")
-    before = build.key(target)
+    before = build.key(plan)
     monkeypatch.setattr(build, "source_folder", lambda: tmp_path)
-    assert build.key(target) != before
+    assert build.key(plan) != before
     assert build.installed_target() == target
+
+
+@pytest.fixture
+def toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three folders: a toolkit of CUDA 13, one of CUDA 12, and a bin folder with a script that starts the first."""
+    for name, version in (("good", "13.0"), ("old", "12.4"), ("bare", "13.0")):
+        nvcc = tmp_path / name / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho release {version}, V{version}.1\n")
+        nvcc.chmod(0o755)
+        if name != "bare":
+            (tmp_path / name / "include").mkdir()
+            (tmp_path / name / "include" / "cuda_runtime.h").touch()
+    monkeypatch.setattr(build, "_toolkit_roots", lambda target: [(n, tmp_path / n) for n in ("bare", "old", "good")])
+    monkeypatch.setattr(build, "_present_gpus", list)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    return tmp_path
+
+
+def test_a_toolkit_needs_headers_and_the_major_version_of_torch(toolkits: Path) -> None:
+    target = replace(build.running_target(), cuda="13.0")
+    plan = build.make_plan(target, "auto")
+    assert plan.flavour == "cuda"
+    assert plan.toolkit is not None
+    assert plan.toolkit.nvcc == str(toolkits / "good" / "bin" / "nvcc")
+    assert any(arch.endswith("+PTX") for arch in plan.architectures)
+    assert {"8.0", "9.0"} <= set(plan.architectures)
+    assert build.make_plan(target, "cpu").flavour == "cpu"
+
+
+def test_why_there_is_no_cuda(toolkits: Path) -> None:
+    without = replace(build.running_target(), cuda=None)
+    assert build.make_plan(without, "auto").why == "this torch was built without CUDA"
+    other = replace(without, cuda="11.8")
+    plan = build.make_plan(other, "auto")
+    assert plan.flavour == "cpu"
+    for cause in ("bare", "no include/cuda_runtime.h", "CUDA 12.4, but torch was built with 11.8"):
+        assert cause in plan.why
+    with pytest.raises(build.BuildError, match=r"LOCALSGD_EXT_BUILD=cuda, but .*12\.4"):
+        build.make_plan(other, "cuda")
+
+
+def test_architectures_asked_for(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 12.0+PTX")
+    plan = build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
+    assert plan.architectures == ("8.0", "9.0a", "12.0+PTX")
+    flags = build._arch_flags(plan.architectures)
+    assert "arch=compute_90a,code=sm_90a" in flags
+    assert flags[-2:] == ["-gencode", "arch=compute_120,code=compute_120"]

@@ -81,16 +81,17 @@ def pick(backend: str, devices: Collection[str]) -> Backend:
         return ReferenceBackend()
     from . import native
 
-    if not set(devices) <= native.DEVICES:
-        if backend == "auto":
-            return ReferenceBackend()
-        raise LocalSGDError(
-            f"backend='native' has kernels for {', '.join(sorted(native.DEVICES))}, and the tensors are on "
-            f"{', '.join(sorted(devices))}; use backend='auto' or backend='torch'"
-        )
-    if backend == "auto":
-        return native.get_or_warn() or ReferenceBackend()
+    if backend == "auto" and not set(devices) <= {"cpu", "cuda"}:
+        return ReferenceBackend()
     try:
-        return native.get()
+        engine = native.get_or_warn() if backend == "auto" else native.get()
     except BuildError as error:
         raise LocalSGDError(f"backend='native' cannot be had: {error}") from error
+    if engine is not None and set(devices) <= engine.devices:
+        return engine
+    if backend == "native":
+        raise LocalSGDError(
+            f"backend='native' was built with kernels for {', '.join(sorted(native.get().devices))}, and the tensors are on "
+            f"{', '.join(sorted(devices))}; use backend='auto' or backend='torch'"
+        )
+    return ReferenceBackend()

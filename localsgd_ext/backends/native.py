@@ -26,9 +26,6 @@ from ..collectives import SLOTS
 from ..layout import Bucket, Rule, Table
 from . import BoundBucket
 
-DEVICES = frozenset({"cpu"})
-"""Types of devices that the engine has kernels for."""
-
 LOCK_SECONDS = 600.0
 """How long a rank waits for another that is building; a build that was killed leaves no lock behind."""
 
@@ -40,6 +37,7 @@ class NativeBackend:
 
     def __init__(self, extension: ModuleType) -> None:
         self._extension: Any = extension
+        self.devices = frozenset({"cpu", "cuda"} if self._extension.cuda else {"cpu"})  # types that it has kernels for
 
     def bind(
         self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
@@ -54,7 +52,7 @@ class NativeBackend:
         )
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup) -> torch.Tensor:
-        return torch.tensor(self._extension.average(buckets, SLOTS, group), dtype=torch.float64)
+        return self._extension.average(buckets, SLOTS, group)
 
 
 def load() -> NativeBackend:
@@ -66,12 +64,12 @@ def find_or_build() -> Path:
     """The binary for the running torch: installed, cached, or built now by one of the ranks of this host."""
     if build.switch() == "off":
         raise build.BuildError(f"{build.SWITCH}=off")
-    target = build.running_target()
-    wanted = build.key(target)
+    plan = build.make_plan(build.running_target())
+    wanted = build.key(plan)
     for folder in (Path(__file__).parent.parent, cache_folder() / wanted):
         if (binary := _binary_in(folder, wanted)) is not None:
             return binary
-    return _build(cache_folder() / wanted, target, wanted)
+    return _build(cache_folder() / wanted, plan, wanted)
 
 
 def cache_folder() -> Path:
@@ -86,13 +84,13 @@ def _binary_in(folder: Path, wanted: str) -> Path | None:
     note = folder / f"{build.MODULE}.json"
     with contextlib.suppress(OSError, ValueError, KeyError):
         built = json.loads(note.read_text())
-        binary = folder / f"{build.MODULE}{built['suffix']}"
+        binary = folder / f"{build.MODULE}{built['target']['suffix']}"
         if built["key"] == wanted and binary.is_file():
             return binary
     return None
 
 
-def _build(folder: Path, target: build.Target, wanted: str) -> Path:
+def _build(folder: Path, plan: build.Plan, wanted: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.parent / f"{wanted}.lock"):
         if (binary := _binary_in(folder, wanted)) is not None:
@@ -103,12 +101,12 @@ def _build(folder: Path, target: build.Target, wanted: str) -> Path:
             raise build.BuildError(said.partition("\n")[2] + f"\n(remembered; delete {failure} to try again)")
         begun = time.monotonic()
         print(
-            f"localsgd_ext: building the native engine for torch {target.torch} (once, about a minute) ...",
+            f"localsgd_ext: building the native engine ({plan.flavour}) for torch {plan.target.torch} (once, about a minute) ...",
             end="", file=sys.stderr, flush=True,
         )  # fmt: skip
         try:
             with _temporary_sibling(folder) as scratch:
-                build.compile_into(scratch, target)
+                build.compile_into(scratch, plan)
                 shutil.rmtree(folder, ignore_errors=True)  # what lies there is not usable, or it would have been used
                 os.replace(scratch, folder)
         except build.BuildError as error:
