@@ -57,9 +57,6 @@ class Averager:
         self._wire_bytes = 0
         self._engine: Backend = ReferenceBackend()
 
-    # Buffers made inside inference_mode() could never be used outside it again.
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def average(self, items: Sequence[Item], *, step: int, round: int, interval: int) -> PendingReport:
         """Replace every tensor by its mean over the ranks (or by rank 0's value), in place.
 
@@ -67,18 +64,20 @@ class Averager:
         in flight any more, and every element holds either its local or its averaged value.
         """
         begun = time.perf_counter()
-        self._bind(items)
-        for tensor, dense in self._with_gaps:
-            dense.copy_(tensor)
-        try:
-            sums = self._engine.average(self._buckets, self.group)
-        except BaseException:
-            self.release()
-            raise
-        # A total of its own: it goes on travelling while training does.
-        distance_sq, mean_sq = sums[:1].clone(), sums[1]
-        for tensor, dense in self._with_gaps:
-            tensor.copy_(dense)
+        # Buffers made inside inference_mode() could never be used outside it again.
+        with torch.inference_mode(False), torch.no_grad():
+            self._bind(items)
+            for tensor, dense in self._with_gaps:
+                dense.copy_(tensor)
+            try:
+                sums = self._engine.average(self._buckets, self.group)
+            except BaseException:
+                self.release()
+                raise
+            for tensor, dense in self._with_gaps:
+                tensor.copy_(dense)
+            # A total of its own: it goes on travelling while training does.
+            distance_sq, mean_sq = sums[:1].clone(), sums[1]
         # Nothing to average (a model without trainable parameters) means no collective at all.
         work = dist.all_reduce(distance_sq, group=self.group, async_op=True) if self._buckets else None
         seconds = time.perf_counter() - begun

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from localsgd_ext import build
 from localsgd_ext.backends import native
 
 from . import ranks
@@ -23,6 +24,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once with each engine behind backend="auto", on all ranks. A native engine that cannot be had is a failure."""
     if request.param == "native":
         request.getfixturevalue("native_binary")
-    ranks.environment["LOCALSGD_EXT_BUILD"] = {"native": "cpu", "torch": "off"}[request.param]
+        # By name, not "auto": a native engine that cannot be had is then an error on the ranks, too.
+        ranks.environment["LOCALSGD_EXT_BUILD"] = build.make_plan(build.running_target()).flavour
+    else:
+        ranks.environment["LOCALSGD_EXT_BUILD"] = "off"
     yield request.param
     ranks.environment.clear()
