@@ -28,7 +28,8 @@ _SOURCES = ("bindings.cpp", "pipeline.cpp", "cpu/kernels.cpp")
 _CUDA_SOURCES = ("cuda/kernels.cu",)
 # Contraction into fused multiply-add is off: every engine has to give the same bits.
 _NVCC_FLAGS = ("-std=c++20", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
-_CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
+# Without OpenMP torch's parallel_for is a plain loop.
+_CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-fopenmp")
 
 _PROBE = """
 import json, sys, sysconfig, torch
@@ -238,7 +239,7 @@ def compile_into(folder: Path, plan: Plan) -> Path:
         with concurrent.futures.ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = f"{scratch}/{MODULE}{target.suffix}"
-        _run([cxx, "-shared", *objects, *libraries, "-o", linked])
+        _run([cxx, "-shared", "-fopenmp", *objects, *libraries, "-o", linked])
         binary = folder / Path(linked).name
         os.replace(linked, binary)
     (folder / f"{MODULE}.json").write_text(json.dumps({"key": key(plan), **asdict(plan)}, indent=1) + "\n")
