@@ -122,8 +122,12 @@ def find_toolkit(target: Target) -> tuple[Toolkit | None, str]:
         if not nvcc.is_file() or include is None:
             seen.append(f"{where} ({root}): " + ("no bin/nvcc" if not nvcc.is_file() else "no include/cuda_runtime.h"))
             continue
-        done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
-        found = re.search(r"release (\d+\.\d+)", done.stdout)
+        try:
+            said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+        except OSError as error:
+            seen.append(f"{where} ({root}): nvcc cannot be run: {error.strerror}")
+            continue
+        found = re.search(r"release (\d+\.\d+)", said)
         version = found.group(1) if found else "unknown"
         if version.split(".")[0] != target.cuda.split(".")[0]:
             seen.append(f"{where} ({root}): CUDA {version}, but torch was built with {target.cuda}")
@@ -152,7 +156,12 @@ def _has_runtime(include: Path) -> bool:
 def architectures(target: Target, toolkit: Toolkit) -> list[str]:
     """Compute capabilities to build for, as "9.0" or "10.0+PTX": $TORCH_CUDA_ARCH_LIST, else the GPUs present, else a fixed list."""
     if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return [arch for arch in re.split(r"[ ;,]+", asked) if re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch)]
+        archs = [arch for arch in re.split(r"[ ;,]+", asked) if arch]
+        if unknown := [arch for arch in archs if not re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch)]:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST holds {unknown[0]!r}; write capabilities as numbers, such as 9.0 or 9.0+PTX"
+            )
+        return archs
     if present := _present_gpus():
         return present
     newest = {

@@ -131,6 +131,12 @@ def test_without_a_compiler(host: Host) -> None:
     assert err.count("no C++ compiler") == 1
 
 
+def test_a_cache_folder_that_cannot_be_made(host: Host) -> None:
+    status, out, err = host.run(PICK, LOCALSGD_EXT_CACHE="/dev/null/cache")
+    assert (status, out) == (0, "['torch', 'torch', 'torch']")
+    assert err.count("/dev/null/cache") == 1
+
+
 def test_switched_off_is_silent(host: Host) -> None:
     assert host.run(PICK, LOCALSGD_EXT_BUILD="off") == (0, "['torch', 'torch', 'torch']", "")
     assert host.calls() == 0
@@ -203,10 +209,20 @@ def test_why_there_is_no_cuda(toolkits: Path) -> None:
         build.make_plan(other, "cuda")
 
 
+def test_an_nvcc_that_cannot_be_run(toolkits: Path) -> None:
+    (toolkits / "good" / "bin" / "nvcc").chmod(0o644)
+    plan = build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
+    assert plan.flavour == "cpu"
+    assert "nvcc cannot be run: Permission denied" in plan.why
+
+
 def test_architectures_asked_for(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 12.0+PTX")
     plan = build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
     assert plan.architectures == ("8.0", "9.0a", "12.0+PTX")
+    with monkeypatch.context() as patch, pytest.raises(build.BuildError, match="'Hopper'; write capabilities as numbers"):
+        patch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;Hopper")
+        build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
     flags = build._arch_flags(plan.architectures)
     assert "arch=compute_90a,code=sm_90a" in flags
     assert flags[-2:] == ["-gencode", "arch=compute_120,code=compute_120"]

@@ -66,10 +66,12 @@ def find_or_build() -> Path:
         raise build.BuildError(f"{build.SWITCH}=off")
     plan = build.make_plan(build.running_target())
     wanted = build.key(plan)
-    for folder in (Path(__file__).parent.parent, cache_folder() / wanted):
-        if (binary := _binary_in(folder, wanted)) is not None:
-            return binary
-    return _build(cache_folder() / wanted, plan, wanted)
+    return find(wanted) or _build(cache_folder() / wanted, plan, wanted)
+
+
+def find(wanted: str) -> Path | None:
+    """The binary with that key, if it is installed or cached."""
+    return next((binary for folder in places(wanted).values() if (binary := _binary_in(folder, wanted)) is not None), None)
 
 
 def cache_folder() -> Path:
@@ -79,15 +81,34 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "localsgd_ext"
 
 
+def places(wanted: str) -> dict[str, Path]:
+    """The folders that may hold the binary, in the order in which they are looked at."""
+    return {"installed": Path(__file__).parent.parent, "cached": cache_folder() / wanted}
+
+
+def binary_with_note(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The binary in `folder`, whatever it was built for, and the note saying what that was."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        built = json.loads((folder / f"{build.MODULE}.json").read_text())
+        binary = folder / f"{build.MODULE}{built['target']['suffix']}"
+        if binary.is_file():
+            return binary, built
+    return None
+
+
 def _binary_in(folder: Path, wanted: str) -> Path | None:
     """The binary in `folder` if it was built for exactly this torch: any other could miss symbols."""
-    note = folder / f"{build.MODULE}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        built = json.loads(note.read_text())
-        binary = folder / f"{build.MODULE}{built['target']['suffix']}"
-        if built["key"] == wanted and binary.is_file():
-            return binary
-    return None
+    found = binary_with_note(folder)
+    return found[0] if found is not None and found[1].get("key") == wanted else None
+
+
+def remembered_failure(wanted: str) -> tuple[Path, str, str] | None:
+    """The file that remembers a failed build, the compiler it failed with (no other is held to it), and what was said."""
+    path = cache_folder() / f"{wanted}.failed"
+    if not path.is_file():
+        return None
+    compiler, _, said = path.read_text().partition("\n")
+    return path, compiler, said
 
 
 def _build(folder: Path, plan: build.Plan, wanted: str) -> Path:
@@ -95,10 +116,9 @@ def _build(folder: Path, plan: build.Plan, wanted: str) -> Path:
     with _lock(folder.parent / f"{wanted}.lock"):
         if (binary := _binary_in(folder, wanted)) is not None:
             return binary  # another rank was faster
-        failure = folder.parent / f"{wanted}.failed"
         compiler = build.compiler()
-        if failure.is_file() and (said := failure.read_text()).startswith(compiler + "\n"):
-            raise build.BuildError(said.partition("\n")[2] + f"\n(remembered; delete {failure} to try again)")
+        if (failure := remembered_failure(wanted)) is not None and failure[1] == compiler:
+            raise build.BuildError(f"{failure[2]}\n(remembered; delete {failure[0]} to try again)")
         begun = time.monotonic()
         print(
             f"localsgd_ext: building the native engine ({plan.flavour}) for torch {plan.target.torch} (once, about a minute) ...",
@@ -111,7 +131,7 @@ def _build(folder: Path, plan: build.Plan, wanted: str) -> Path:
                 os.replace(scratch, folder)
         except build.BuildError as error:
             print(" failed", file=sys.stderr, flush=True)
-            failure.write_text(f"{compiler}\n{error}")
+            (folder.parent / f"{wanted}.failed").write_text(f"{compiler}\n{error}")
             raise
         print(f" done in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     binary = _binary_in(folder, wanted)
@@ -168,6 +188,8 @@ def get() -> NativeBackend:
             _loaded = load()
         except build.BuildError as error:
             _loaded = error
+        except OSError as error:  # a cache folder that cannot be written, say
+            _loaded = build.BuildError(f"{type(error).__name__}: {error}")
     if isinstance(_loaded, build.BuildError):
         raise _loaded
     return _loaded

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from .._version import __version__
-from . import demo
+from . import demo, doctor
 
 
 class Command(NamedTuple):
@@ -19,7 +19,10 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], int]
 
 
-COMMANDS = {"demo": Command(demo.HELP, demo.add_arguments, demo.run)}
+COMMANDS = {
+    "demo": Command(demo.HELP, demo.add_arguments, demo.run),
+    "doctor": Command(doctor.HELP, doctor.add_arguments, doctor.run),
+}
 
 
 class _Parser(argparse.ArgumentParser):
