@@ -10,6 +10,7 @@ largest absolute difference to the mean computed in float64.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -24,23 +25,35 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from localsgd_ext.averager import DEFAULT_BUCKET_MB
+from localsgd_ext.collectives import SLOTS
+
 from .shapes import SETS, Model, values
 
-METHODS = ("raw", "native", "reference", "torch", "accelerate")
+METHODS = ("raw", "sliced", "native", "reference", "torch", "torchft", "accelerate")
 TITLES = {
     "raw": "one raw all-reduce",
+    "sliced": "the same in slices, no copying",
     "native": "localsgd_ext, backend=native",
     "reference": "localsgd_ext, backend=torch",
     "torch": "torch average_parameters",
+    "torchft": "torchft LocalSGD",
     "accelerate": "accelerate LocalSGD",
 }
+
+
+def methods() -> list[str]:
+    """Those that can run here: torchft is not part of the `test` extra."""
+    return [m for m in METHODS if m != "torchft" or importlib.util.find_spec("torchft")]
 
 
 def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], object]:
     """The function that averages `model` once by `method`."""
     if method == "raw":
-        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        flat = trained(model)
         return lambda: dist.all_reduce(flat)
+    if method == "sliced":
+        return sliced(trained(model), bucket_mb or DEFAULT_BUCKET_MB["cpu"])
     if method in ("native", "reference"):
         from localsgd_ext import LocalSGD
 
@@ -48,6 +61,10 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
         local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
         local_sgd.__enter__()  # as in training: outside the block nothing is kept between averagings
         return local_sgd.synchronize
+    if method == "torchft":
+        from torchft.local_sgd import LocalSGD as TorchftLocalSGD
+
+        return TorchftLocalSGD(Manager(), model, torch.optim.SGD(model.parameters(), lr=0.1), 1).sync  # type: ignore[arg-type]
     if method == "torch":
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
@@ -59,6 +76,48 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
 
         return AccelerateLocalSGD(Accelerator(cpu=True), model, 1)._sync_and_avg_model_params
     raise ValueError(method)
+
+
+def trained(model: Model) -> torch.Tensor:
+    """Everything that has to be averaged, in one flat tensor."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+
+
+def sliced(flat: torch.Tensor, bucket_mb: float) -> Callable[[], object]:
+    """The floor of any pipeline of buckets: as many all-reduces of the same size, as many in flight, and nothing else."""
+    slices = flat.split(max(1, int(bucket_mb * 2**20) // flat.itemsize))
+
+    def average() -> None:
+        flying: list[dist.Work] = []
+        for piece in slices:
+            if len(flying) == SLOTS:
+                flying.pop(0).wait()
+            flying.append(dist.all_reduce(piece, async_op=True))
+        for work in flying:
+            work.wait()
+
+    return average
+
+
+class Manager:
+    """What torchft's LocalSGD asks of its manager, without fault tolerance: a sum, then a division, as its own does."""
+
+    def start_quorum(self) -> None:
+        pass
+
+    def should_commit(self) -> bool:
+        return True
+
+    def allreduce(self, tensor: torch.Tensor) -> Manager.Mean:
+        return Manager.Mean(tensor, dist.all_reduce(tensor, async_op=True))
+
+    class Mean:
+        def __init__(self, tensor: torch.Tensor, work: dist.Work) -> None:
+            self._tensor, self._work = tensor, work
+
+        def wait(self) -> None:
+            self._work.wait()
+            self._tensor.div_(dist.get_world_size())
 
 
 def start(rank: int, ranks: int, folder: str) -> None:
@@ -73,11 +132,8 @@ def start(rank: int, ranks: int, folder: str) -> None:
 def time_all(rank: int, ranks: int, folder: str, name: str, rounds: int, bucket_mb: float | None, out: Any) -> None:
     """Every method on a model of its own, in turn, `rounds` times after one warm-up."""
     start(rank, ranks, folder)
-    shapes = SETS[name]()
-    averagers = {}
-    for method in METHODS:
-        averagers[method] = make(method, Model(shapes, rank), bucket_mb)
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    averagers = {method: make(method, Model(name, rank), bucket_mb) for method in methods()}
+    seconds: dict[str, list[float]] = {method: [] for method in averagers}
     for _ in range(rounds + 1):
         for method, average in averagers.items():
             dist.barrier()
@@ -96,7 +152,7 @@ def measure_memory(rank: int, ranks: int, folder: str, name: str, method: str, b
     """Peak extra resident memory and largest error of the first averaging of a fresh process."""
     start(rank, ranks, folder)
     shapes = SETS[name]()
-    model = Model(shapes, rank)
+    model = Model(name, rank)
     average = make(method, model, bucket_mb)
     dist.all_reduce(torch.zeros(1))
     before = _status("VmRSS")
@@ -105,9 +161,10 @@ def measure_memory(rank: int, ranks: int, folder: str, name: str, method: str, b
     extra = torch.tensor((_status("VmHWM") - before) / 1e6)
     dist.all_reduce(extra, dist.ReduceOp.MAX)
     error = 0.0
-    if method != "raw":
+    if method not in ("raw", "sliced"):
         for index, parameter in enumerate(model.parameters()):
-            mean = sum(values(shapes[index], index, other).double() for other in range(ranks)) / ranks
+            own = [values(shapes[index], index, other if parameter.requires_grad else 0) for other in range(ranks)]
+            mean = torch.stack(own).double().mean(0)
             error = max(error, (parameter.detach().double() - mean).abs().max().item())
     if rank == 0:
         out.put({"extra_mb": extra.item(), "error": error})
@@ -137,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sets", nargs="+", default=["gpt2", "resnet50", "tiny"], choices=list(SETS))
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--bucket-mb", type=float, default=None, help="staging buffer of localsgd_ext (default: its own)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--no-memory", action="store_true", help="time only")
@@ -157,7 +214,7 @@ def main() -> None:
         seconds = spawn(time_all, options.ranks, name, options.rounds, options.bucket_mb)
         raw = statistics.median(seconds["raw"])
         rows = {}
-        for method in METHODS:
+        for method in seconds:
             median = statistics.median(seconds[method])
             row = {
                 "ms": median * 1e3,
@@ -168,7 +225,9 @@ def main() -> None:
             if not options.no_memory:
                 row |= spawn(measure_memory, options.ranks, name, method, options.bucket_mb)
             rows[method] = row
-            memory = f"{row['extra_mb']:>10.0f}{row['error']:>11.1e}" if "error" in row and method != "raw" else ""
+            memory = (
+                f"{row['extra_mb']:>10.0f}{row['error']:>11.1e}" if "error" in row and method not in ("raw", "sliced") else ""
+            )
             print(
                 f"  {TITLES[method]:29}{row['ms']:>7.1f} ms{row['min']:>9.1f}{row['max']:>9.1f}{row['x_raw']:>8.2f}{memory}",
                 flush=True,

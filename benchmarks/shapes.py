@@ -39,16 +39,27 @@ def large() -> list[Shape]:
     return [(10_000, 5_000)] * 2
 
 
-SETS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny, "large": large}
+def lora() -> list[Shape]:
+    """300 M frozen parameters, and 6 M trained ones in 192 small matrices."""
+    return [(1024, 1024)] * FROZEN["lora"] + [(31, 1024)] * 192
+
+
+SETS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny, "large": large, "lora": lora}
+
+FROZEN = {"lora": 286}
+"""How many of the first parameters of a set are frozen."""
 
 
 class Model(torch.nn.Module):
-    """float32 parameters of the given shapes; every element differs, and differs between ranks."""
+    """float32 parameters of a set of shapes; every element differs, and those that are trained differ between ranks."""
 
-    def __init__(self, shapes: list[Shape], rank: int) -> None:
+    def __init__(self, name: str, rank: int) -> None:
         super().__init__()
-        for index, shape in enumerate(shapes):
-            self.register_parameter(f"p{index}", torch.nn.Parameter(values(shape, index, rank)))
+        for index, shape in enumerate(SETS[name]()):
+            trainable = index >= FROZEN.get(name, 0)
+            # What is frozen is the same on every rank.
+            own = values(shape, index, rank if trainable else 0)
+            self.register_parameter(f"p{index}", torch.nn.Parameter(own, requires_grad=trainable))
 
 
 def values(shape: Shape, index: int, rank: int) -> torch.Tensor:
