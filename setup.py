@@ -4,6 +4,7 @@ What to build, and how, is in localsgd_ext/build.py, which is loaded by its path
 pip's isolated builds there is none. What is not built here is built on first use, from the sources that travel along.
 """
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.modules[_spec.name] = build  # dataclasses look their module up
 _spec.loader.exec_module(build)
 
 
+@functools.cache
 def plan() -> tuple["build.Plan | None", str]:
     """What to build, or None and the reason why nothing is built now."""
     choice = build.switch()
