@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset
 
 from localsgd_ext import LocalSGD
+from localsgd_ext.backends import pick
 from localsgd_ext.wire import allreduce_bytes
 
 from .demo import Config, Run, end_with_launcher
@@ -273,6 +274,7 @@ def run_all(config: Config) -> None:
     # What happens once per process (connections, kernels, thread pools) should not count for whichever run comes first.
     inputs, targets = (tensors.to(accelerator.device) for tensors in next(iter(DataLoader(held_out, batch_size=BATCH))))
     accelerator.backward(loss_function(accelerator.prepare(GPT())(inputs), targets))
+    pick("auto", {accelerator.device.type})  # builds the native engine if it has to be
     bar: Any = None
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
