@@ -25,15 +25,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from localsgd_ext.averager import DEFAULT_BUCKET_MB
+from localsgd_ext.averager import DEFAULT_BUCKET_MB, Averager, Item
 from localsgd_ext.collectives import SLOTS
 
 from .shapes import SETS, Model, values
 
-METHODS = ("raw", "sliced", "native", "reference", "torch", "torchft", "accelerate")
+METHODS = ("raw", "sliced", "passes", "native", "reference", "torch", "torchft", "accelerate")
+FLOORS = ("raw", "sliced", "passes")
+"""What an averaging is made of: none of them is one."""
+
 TITLES = {
     "raw": "one raw all-reduce",
     "sliced": "the same in slices, no copying",
+    "passes": "packing, copying back, no sending",
     "native": "localsgd_ext, backend=native",
     "reference": "localsgd_ext, backend=torch",
     "torch": "torch average_parameters",
@@ -54,13 +58,15 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
         return lambda: dist.all_reduce(flat)
     if method == "sliced":
         return sliced(trained(model), bucket_mb or DEFAULT_BUCKET_MB["cpu"])
+    if method == "passes":
+        return passes(model, bucket_mb)
     if method in ("native", "reference"):
         from localsgd_ext import LocalSGD
 
         backend = "native" if method == "native" else "torch"
         local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
         local_sgd.__enter__()  # as in training: outside the block nothing is kept between averagings
-        return local_sgd.synchronize
+        return local_sgd.step
     if method == "torchft":
         from torchft.local_sgd import LocalSGD as TorchftLocalSGD
 
@@ -99,6 +105,19 @@ def sliced(flat: torch.Tensor, bucket_mb: float) -> Callable[[], object]:
     return average
 
 
+def passes(model: Model, bucket_mb: float | None) -> Callable[[], object]:
+    """What the native engine adds to the collectives: every bucket packed, divided, measured and copied back."""
+    averager = Averager(dist.group.WORLD, "parameter", "native", bucket_mb)
+    averager.average([Item(n, p) for n, p in model.named_parameters() if p.requires_grad], step=0, round=0, interval=0).result()
+
+    def both() -> None:
+        for bucket in averager._buckets:
+            bucket.pack()
+            bucket.apply(1)
+
+    return both
+
+
 class Manager:
     """What torchft's LocalSGD asks of its manager, without fault tolerance: a sum, then a division, as its own does."""
 
@@ -129,21 +148,25 @@ def start(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
 
 
-def time_all(rank: int, ranks: int, folder: str, name: str, rounds: int, bucket_mb: float | None, out: Any) -> None:
-    """Every method on a model of its own, in turn, `rounds` times after one warm-up."""
+Contestant = tuple[str, float | None]
+"""A method, and MiB of one staging buffer (None for the default)."""
+
+
+def time_all(rank: int, ranks: int, folder: str, name: str, rounds: int, contestants: list[Contestant], out: Any) -> None:
+    """Each contestant on a model of its own, in turn, `rounds` times after one warm-up: seconds of the slowest rank."""
     start(rank, ranks, folder)
-    averagers = {method: make(method, Model(name, rank), bucket_mb) for method in methods()}
-    seconds: dict[str, list[float]] = {method: [] for method in averagers}
+    averagers = [make(method, Model(name, rank), bucket_mb) for method, bucket_mb in contestants]
+    seconds: list[list[float]] = [[] for _ in averagers]
     for _ in range(rounds + 1):
-        for method, average in averagers.items():
+        for average, taken in zip(averagers, seconds, strict=True):
             dist.barrier()
             begun = time.perf_counter()
             average()
             slowest = torch.tensor(time.perf_counter() - begun)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[method].append(slowest.item())
+            taken.append(slowest.item())
     if rank == 0:
-        out.put({method: values[1:] for method, values in seconds.items()})
+        out.put([taken[1:] for taken in seconds])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -161,7 +184,7 @@ def measure_memory(rank: int, ranks: int, folder: str, name: str, method: str, b
     extra = torch.tensor((_status("VmHWM") - before) / 1e6)
     dist.all_reduce(extra, dist.ReduceOp.MAX)
     error = 0.0
-    if method not in ("raw", "sliced"):
+    if method not in FLOORS:
         for index, parameter in enumerate(model.parameters()):
             own = [values(shapes[index], index, other if parameter.requires_grad else 0) for other in range(ranks)]
             mean = torch.stack(own).double().mean(0)
@@ -211,7 +234,9 @@ def main() -> None:
         total = sum(torch.Size(shape).numel() for shape in SETS[name]())
         print(f"\n{name}: {total / 1e6:.1f} M float32 in {count} tensors, {options.ranks} ranks", flush=True)
         print(f"  {'':29}{'median':>10}{'min':>9}{'max':>9}{'x raw':>8}{'extra MB':>10}{'max error':>11}")
-        seconds = spawn(time_all, options.ranks, name, options.rounds, options.bucket_mb)
+        contestants: list[Contestant] = [(method, options.bucket_mb) for method in methods()]
+        times = spawn(time_all, options.ranks, name, options.rounds, contestants)
+        seconds = dict(zip(methods(), times, strict=True))
         raw = statistics.median(seconds["raw"])
         rows = {}
         for method in seconds:
@@ -225,9 +250,7 @@ def main() -> None:
             if not options.no_memory:
                 row |= spawn(measure_memory, options.ranks, name, method, options.bucket_mb)
             rows[method] = row
-            memory = (
-                f"{row['extra_mb']:>10.0f}{row['error']:>11.1e}" if "error" in row and method not in ("raw", "sliced") else ""
-            )
+            memory = f"{row['extra_mb']:>10.0f}{row['error']:>11.1e}" if "error" in row and method not in FLOORS else ""
             print(
                 f"  {TITLES[method]:29}{row['ms']:>7.1f} ms{row['min']:>9.1f}{row['max']:>9.1f}{row['x_raw']:>8.2f}{memory}",
                 flush=True,

@@ -6,6 +6,7 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__CUDACC__) || defined(LOCALSGD_CUDA_ON_CPU)
 #define LOCALSGD_HD __host__ __device__ __forceinline__
@@ -40,7 +41,11 @@ LOCALSGD_HD Wire mean(Wire sum, typename Wide<Wire>::type divisor) {
 // Mean -> value of a tensor.
 template <typename T, typename Wire>
 LOCALSGD_HD T decode(Wire value) {
-  return static_cast<T>(static_cast<typename Wide<Wire>::type>(value));
+  if constexpr (std::is_same_v<T, Wire>) {
+    return value;
+  } else {
+    return static_cast<T>(static_cast<typename Wide<Wire>::type>(value));
+  }
 }
 
 // Squared distance of a rank's own value to the mean.

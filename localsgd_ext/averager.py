@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ class Averager:
 
     def release(self) -> None:
         """Drop the buffers and every view of the tensors, so that their memory can be freed; the next call makes them anew."""
-        self._bound: list[_Place] = []
+        self._bound: Sequence[Item] = []
+        self._places: list[list[object]] = [[] for _ in _PLACE]
         self._buckets: list[BoundBucket] = []
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wire_bytes = 0
@@ -87,7 +89,7 @@ class Averager:
 
     def _bind(self, items: Sequence[Item]) -> None:
         """Lay out the tensors and tie them to buffers, unless they are where they were the last time."""
-        if len(items) == len(self._bound) and all(map(_unmoved, items, self._bound)):
+        if _same(items, self._bound) and _unmoved(items, self._places):
             return
         self.release()
         dense = [self._dense(item) for item in items]
@@ -110,7 +112,7 @@ class Averager:
                 self._wire_bytes += broadcast_bytes(payload, self.rank, self.world_size)
             else:
                 self._wire_bytes += allreduce_bytes(payload, self.world_size)
-        self._bound = [(t.data_ptr(), t.dtype, t.shape, t.stride(), rule, is_parameter) for _, t, rule, is_parameter in items]
+        self._bound, self._places = items, [[place(item.tensor) for item in items] for place in _PLACE]
 
     def _dense(self, item: Item) -> torch.Tensor:
         """The tensor itself where its memory has no gaps, else a stand-in that is copied from and to it at each averaging."""
@@ -135,21 +137,29 @@ class Averager:
         return TensorSpec(item.name, flat.numel(), flat.dtype, wire, flat.device, item.rule, item.is_parameter, flat.data_ptr())
 
 
-_Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...], Rule, bool]
+_PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    operator.attrgetter("shape"),
+    operator.attrgetter("dtype"),
+)
+"""What the layout depends on beside the tensor itself: `tensor.data = other` may change all of it."""
+
+_tensor = operator.attrgetter("tensor")
+_version = operator.attrgetter("_version")
 
 
-def _unmoved(item: Item, place: _Place) -> bool:
-    """Whether the tensor is still where it was bound. Allocates nothing that lasts, so that no garbage collection starts here."""
-    address, dtype, shape, stride, rule, is_parameter = place
-    tensor = item.tensor
-    return (
-        tensor.data_ptr() == address
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.stride() == stride
-        and item.rule is rule
-        and item.is_parameter == is_parameter
+def _same(items: Sequence[Item], bound: Sequence[Item]) -> bool:
+    return items is bound or (
+        len(items) == len(bound) and all(a.tensor is b.tensor and a[2:] == b[2:] for a, b in zip(items, bound, strict=True))
     )
+
+
+def _unmoved(items: Sequence[Item], places: list[list[object]]) -> bool:
+    """Whether the tensors are still where they were bound. In C loops, since there may be thousands of tensors, and in ones that
+    allocate nothing that lasts, so that no garbage collection starts here."""
+    tensors = list(map(_tensor, items))
+    return all(all(map(operator.eq, map(place, tensors), was)) for place, was in zip(_PLACE, places, strict=True))
 
 
 def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -183,7 +193,8 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 def version(items: Sequence[Item]) -> int:
     """A number that changes when a tensor is written to in place (as far as torch counts that: not through .data) or moved."""
-    return sum(tensor._version + tensor.data_ptr() for _, tensor, _, _ in items)
+    tensors = list(map(_tensor, items))
+    return sum(map(_version, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
 
 
 def averageable(tensor: torch.Tensor) -> bool:

@@ -178,8 +178,7 @@ class LocalSGD:
                 self._pending.abandon()
                 self._pending = None
             self._train_locally(False)
-            if self._averager is not None:
-                self._averager.release()
+            self._release()
 
     def step(self) -> None:
         """Count a step, and average if one is due. Call it once after each optimizer.step(), on all ranks alike.
@@ -215,7 +214,7 @@ class LocalSGD:
         self._average()
         report = self.report
         if not self._inside:
-            self._averager.release()
+            self._release()
         return report
 
     @contextlib.contextmanager
@@ -244,7 +243,7 @@ class LocalSGD:
             self._stepped = news
             self._version = version(items)
             if not self._inside:
-                self._averager.release()
+                self._release()
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet."""
@@ -284,6 +283,12 @@ class LocalSGD:
                     "one rank had diverged (lower the learning rate, clip gradients), or a float16 sum overflowed (wire='float32'); "
                     "nonfinite='ignore' goes on all the same"
                 )
+
+    def _release(self) -> None:
+        """Hold no tensor and no buffer outside the block."""
+        if self._averager is not None:
+            self._averager.release()
+            self._selection.release()
 
     def _check_not_lent(self, call: str) -> None:
         if self._lent:

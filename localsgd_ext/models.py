@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,6 +89,9 @@ def _ranks(group: dist.ProcessGroup) -> set[int]:
     return set(dist.get_process_group_ranks(group))
 
 
+_requires_grad = operator.attrgetter("requires_grad")
+
+
 class Selection:
     """The tensors of a model that take part in an averaging, looked up anew each time: models change while they train.
 
@@ -102,6 +107,7 @@ class Selection:
         self._ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         self._buffers = buffers
         self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.release()
         self._check()
         self.items()
 
@@ -123,10 +129,38 @@ class Selection:
                     f"parameter {name!r} is not initialised yet; run one forward pass before making the LocalSGD"
                 )
 
+    def release(self) -> None:
+        """Let go of the tensors seen last, so that their memory can be freed."""
+        self._present: list[torch.Tensor] = []
+        self._trainable: list[bool] = []
+        self._items: list[Item] | None = None
+
     def items(self) -> list[Item]:
-        """Parameters first, then buffers, in the model's own order; a tensor that is used twice comes once."""
-        # One pass over the modules' own dictionaries: with thousands of tensors named_parameters() costs more than packing.
-        items: list[Item] = []
+        """Parameters first, then buffers, in the model's own order; a tensor that is used twice comes once.
+
+        The same list again while the model's tensors are the same.
+        """
+        # With thousands of tensors the walk below costs more than packing them; this comparison runs in C.
+        modules = self._module.modules()
+        present = [t for m in modules for t in chain(m._parameters.values(), m._buffers.values()) if t is not None]
+        trainable = list(map(_requires_grad, present))
+        if (
+            self._items is not None
+            and len(present) == len(self._present)
+            and all(map(operator.is_, present, self._present))
+            and trainable == self._trainable
+        ):
+            return self._items
+        parameters, buffers = self._walk()
+        apart = _apart(buffers, parameters)
+        # Where a buffer is a part of a parameter, that may have changed without any of the tensors being another.
+        self._items = None if len(apart) < len(buffers) else parameters + apart
+        self._present, self._trainable = present, trainable
+        return parameters + apart if self._items is None else self._items
+
+    def _walk(self) -> tuple[list[Item], list[Item]]:
+        # One pass over the modules' own dictionaries: named_parameters() and named_buffers() take several.
+        parameters: list[Item] = []
         buffers: list[Item] = []
         seen: set[int] = set()
         for prefix, module in self._module.named_modules():
@@ -136,7 +170,7 @@ class Selection:
                     continue
                 seen.add(id(parameter))
                 if self._takes_part(parameter):
-                    items.append(Item(dot + name, parameter, Rule.MEAN, True))
+                    parameters.append(Item(dot + name, parameter, Rule.MEAN, True))
             if module._buffers and self._buffers != "keep":
                 for name, buffer in module._buffers.items():
                     skip = name in module._non_persistent_buffers_set or dot + name in self._ignored
@@ -144,7 +178,7 @@ class Selection:
                         seen.add(id(buffer))
                         mean = self._buffers == "average" and averageable(buffer)
                         buffers.append(Item(dot + name, buffer, Rule.MEAN if mean else Rule.FOLLOW, False))
-        return items + _apart(buffers, items)
+        return parameters, buffers
 
     def _takes_part(self, parameter: torch.Tensor) -> bool:
         known = self._trained.get(id(parameter))
