@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,12 +95,28 @@ def source_folder() -> Path:
     raise BuildError(f"the C++ sources are missing: neither {here / 'csrc'} nor {here.parent / 'csrc'} holds them")
 
 
-def compiler() -> str:
-    """The C++ compiler: $CXX, else the first of c++, g++, clang++ on PATH. Raises BuildError if there is none."""
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(shlex.split(name)[0])):
-            return found
+def compiler() -> list[str]:
+    """The C++ compiler: $CXX with its arguments, else the first of c++, g++, clang++ on PATH. Raises BuildError if there is none."""
+    for command in (os.environ.get("CXX") or "", "c++", "g++", "clang++"):
+        words = shlex.split(command)
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
     raise BuildError("no C++ compiler: $CXX is not set to one, and none of c++, g++, clang++ is on PATH")
+
+
+def compiler_and_version() -> str:
+    """The C++ compiler with the first line of what it says about itself. Raises BuildError if there is none."""
+    command = compiler()
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    said = next((line.strip() for line in done.stdout.splitlines() if line.strip()), f"--version: status {done.returncode}")
+    return f"{shlex.join(command)} ({said})"
+
+
+def _host_flags(cxx: list[str]) -> list[str]:
+    """nvcc's flags for that compiler. nvcc takes one program, so what only starts it (`ccache g++`) is left out."""
+    programs = list(itertools.takewhile(lambda word: not word.startswith("-"), cxx))
+    options = (word.replace(",", "\\,") for word in cxx[len(programs) :])  # nvcc takes a bare comma for the end of an option
+    return ["-ccbin", programs[-1], *(word for option in options for word in ("-Xcompiler", option))]
 
 
 @dataclass(frozen=True)
@@ -140,13 +158,25 @@ def _toolkit_roots(target: Target) -> list[tuple[str, Path]]:
     """Folders that may hold a toolkit, the most explicit first, each with how it was found."""
     roots = [(f"${name}", Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
-        # It may be a link, or a script elsewhere that starts the real one: then no headers lie beside it.
         roots.append(("nvcc on PATH", Path(nvcc).resolve().parent.parent))
+        # It may be a script that starts the real one: then no headers lie beside it, but the real one names its folder.
+        if (top := _top(nvcc)) is not None and top != roots[-1][1]:
+            roots.append(("started by nvcc on PATH", top))
     roots += [("standard folder", path) for path in sorted(Path("/usr/local").glob("cuda*"), reverse=True)]
     if conda := os.environ.get("CONDA_PREFIX"):
         roots.append(("conda", Path(conda)))
     roots += [("wheels", path) for path in sorted(Path(target.root).parent.glob("nvidia/cu[0-9]*"), reverse=True)]
     return roots
+
+
+def _top(nvcc: str) -> Path | None:
+    """The folder that this nvcc takes its toolkit from."""
+    try:
+        said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, errors="replace", check=False).stderr
+    except OSError:
+        return None  # find_toolkit says why it cannot be run
+    found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return Path(found.group(1)).resolve() if found else None
 
 
 def _has_runtime(include: Path) -> bool:
@@ -162,7 +192,7 @@ def architectures(target: Target, toolkit: Toolkit) -> list[str]:
                 f"TORCH_CUDA_ARCH_LIST holds {unknown[0]!r}; write capabilities as numbers, such as 9.0 or 9.0+PTX"
             )
         return archs
-    if present := _present_gpus():
+    if present := present_gpus():
         return present
     newest = {
         "11": ["7.0", "8.0", "8.6+PTX"],
@@ -172,7 +202,7 @@ def architectures(target: Target, toolkit: Toolkit) -> list[str]:
     return newest.get(toolkit.version.split(".")[0], ["8.0", "9.0+PTX"])
 
 
-def _present_gpus() -> list[str]:
+def present_gpus() -> list[str]:
     """Capabilities of this machine's GPUs; none where the driver's tool is missing or finds none."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
@@ -180,6 +210,22 @@ def _present_gpus() -> list[str]:
         [tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )
     return sorted({line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip())})
+
+
+def covers(architectures: Iterable[str], gpus: Iterable[str]) -> bool:
+    """Whether device code for `architectures` runs on each of these GPUs, which are given as capabilities ("9.0")."""
+    return all(any(_runs(arch, gpu) for arch in architectures) for gpu in gpus)
+
+
+def _runs(arch: str, gpu: str) -> bool:
+    """Code runs on its own capability and on later minors of the same major, PTX on everything later; 9.0a only on 9.0."""
+    parts = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+    if parts is None:
+        return False
+    built, present = (int(parts[1]), int(parts[2])), tuple(map(int, gpu.split(".")))
+    if parts[3] == "a":
+        return built == present
+    return built <= present and (built[0] == present[0] or (parts[4] is not None and not parts[3]))
 
 
 @dataclass(frozen=True)
@@ -207,19 +253,21 @@ def make_plan(target: Target, choice: str | None = None) -> Plan:
     return Plan(target, "cuda", toolkit, tuple(architectures(target, toolkit)), why)
 
 
-def key(plan: Plan) -> str:
-    """Names what a binary was built from and for: equal keys mean that it can be loaded."""
+def key(target: Target, flavour: str) -> str:
+    """Names what a binary was built from and for: equal keys mean that it loads and is right.
+
+    Toolkit and architectures are left out, so that a binary serves machines that lack the one and ask for others: see `covers`.
+    """
     description = [
-        asdict(plan.target) | {"root": ""}, plan.flavour, plan.architectures, plan.toolkit and plan.toolkit.version,
-        _CXX_FLAGS, _NVCC_FLAGS, sys.platform, os.uname().machine,
+        asdict(target) | {"root": "", "headers": ""}, flavour, _CXX_FLAGS, _NVCC_FLAGS, sys.platform, os.uname().machine,
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(description).encode())
     folder = source_folder()
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".cpp", ".h", ".cu", ".cuh")):
-        if plan.flavour == "cuda" or path.parent.name != "cuda":
+        if flavour == "cuda" or path.parent.name != "cuda":
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    release = re.sub(r"[^0-9A-Za-z.]", "-", plan.target.torch)
-    return f"torch-{release}-{plan.flavour}-{digest.hexdigest()[:16]}"
+    release = re.sub(r"[^0-9A-Za-z.]", "-", target.torch)
+    return f"torch-{release}-{flavour}-{digest.hexdigest()[:16]}"
 
 
 def compile_into(folder: Path, plan: Plan) -> Path:
@@ -240,18 +288,18 @@ def compile_into(folder: Path, plan: Plan) -> Path:
         commands, objects = [], []
         for name in (*_SOURCES, *(_CUDA_SOURCES if plan.toolkit else ())):
             objects.append(f"{scratch}/{name.replace('/', '_')}.o")
-            start = [cxx, *_CXX_FLAGS]
+            start = [*cxx, *_CXX_FLAGS]
             if name.endswith(".cu") and plan.toolkit is not None:
-                start = [plan.toolkit.nvcc, *_NVCC_FLAGS, "-ccbin", cxx, *_arch_flags(plan.architectures)]
+                start = [plan.toolkit.nvcc, *_NVCC_FLAGS, *_host_flags(cxx), *_arch_flags(plan.architectures)]
             commands.append([*start, *common, "-c", str(sources / name), "-o", objects[-1]])
         # A translation unit with torch's headers takes about 1 GB.
         with concurrent.futures.ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
             list(pool.map(_run, commands))
         linked = f"{scratch}/{MODULE}{target.suffix}"
-        _run([cxx, "-shared", "-fopenmp", *objects, *libraries, "-o", linked])
+        _run([*cxx, "-shared", "-fopenmp", *objects, *libraries, "-o", linked])
         binary = folder / Path(linked).name
         os.replace(linked, binary)
-    (folder / f"{MODULE}.json").write_text(json.dumps({"key": key(plan), **asdict(plan)}, indent=1) + "\n")
+    (folder / f"{MODULE}.json").write_text(json.dumps({"key": key(target, plan.flavour), **asdict(plan)}, indent=1) + "\n")
     return binary
 
 

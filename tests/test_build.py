@@ -10,14 +10,23 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localsgd_ext import build
+from localsgd_ext.backends import native
 
 ROOT = Path(__file__).parent.parent
 FIND = "from localsgd_ext.backends import native; print(native.find_or_build())"
 PICK = "from localsgd_ext.backends import pick; print([pick('auto', {'cpu'}).name for _ in range(3)])"
+
+
+def straw(program: Path, first: str = "") -> None:
+    """Make a compiler that does `first`, then writes an empty file where it is told to."""
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f'#!/bin/sh\n{first}\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n')
+    program.chmod(0o755)
 
 
 class Host:
@@ -30,11 +39,7 @@ class Host:
 
     def compiler(self, first: str) -> None:
         """Let the compiler do `first` before anything else."""
-        script = self._bin / "c++"
-        script.write_text(
-            f'#!/bin/sh\necho "$*" >> {self.log}\n{first}\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n'
-        )
-        script.chmod(0o755)
+        straw(self._bin / "c++", f'echo "$*" >> {self.log}\n{first}')
 
     def start(self, code: str, **more: str) -> subprocess.Popen[str]:
         environment = {
@@ -55,8 +60,12 @@ class Host:
         out, err = process.communicate(timeout=60)
         return process.returncode, out.strip(), err
 
+    def logged(self) -> list[str]:
+        """The arguments of each compilation; a question for the version is none."""
+        return [line for line in self.log.read_text().splitlines() if "--version" not in line] if self.log.exists() else []
+
     def calls(self) -> int:
-        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+        return len(self.logged())
 
 
 @pytest.fixture
@@ -87,18 +96,21 @@ def test_two_ranks_on_an_empty_cache_build_once(host: Host) -> None:
 
 
 def test_a_killed_build_blocks_nobody(host: Host) -> None:
-    host.compiler("sleep 30")
+    host.compiler("[ $1 = --version ] || sleep 30")
     killed = host.start(FIND)
     while host.calls() == 0:
         assert killed.poll() is None, killed.communicate()
         time.sleep(0.05)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
+    assert any(path.is_dir() for path in host.cache.iterdir()), "it has left its folder"
     host.compiler("")
     begun = time.monotonic()
-    status, _, err = host.run(FIND)
+    status, binary, err = host.run(FIND)
     assert status == 0, err
     assert time.monotonic() - begun < 25, "waited for a lock that nobody holds"
+    folder = Path(binary).parent
+    assert set(host.cache.iterdir()) == {folder, Path(f"{folder}.lock")}, "what it left is gone"
 
 
 def test_a_failure_is_shown_once_and_remembered(host: Host) -> None:
@@ -112,6 +124,30 @@ def test_a_failure_is_shown_once_and_remembered(host: Host) -> None:
     assert (status, out) == (0, "['torch', 'torch', 'torch']")
     assert "remembered" in err
     assert host.calls() == calls, "it is not tried again"
+
+
+@pytest.mark.parametrize("repair", ["another compiler at the same path", "other arguments"])
+def test_a_failure_is_no_verdict_on_other_tools(host: Host, repair: str) -> None:
+    version = "[ $1 = --version ] && echo c++ of straw {} && exit 0\n"
+    host.compiler(version.format("1.0") + "case $* in *-fgood*) ;; *) exit 1;; esac")
+    assert host.run(FIND)[0] != 0
+    calls = host.calls()
+    status, _, err = host.run(FIND)
+    assert status != 0
+    assert "remembered" in err
+    assert host.calls() == calls
+    if repair == "other arguments":
+        status, _, err = host.run(FIND, CXX="c++ -fgood")
+    else:
+        host.compiler(version.format("1.1"))
+        status, _, err = host.run(FIND)
+    assert status == 0, err
+
+
+def test_the_arguments_of_the_compiler(host: Host) -> None:
+    status, _, err = host.run(FIND, CXX="c++ -m64 '-DNAME=a b'")
+    assert status == 0, err
+    assert [line.startswith("-m64 -DNAME=a b -") for line in host.logged()] == [True] * ONE_BUILD
 
 
 def test_a_failure_is_an_error_where_native_was_asked_for(host: Host) -> None:
@@ -157,15 +193,13 @@ def test_a_binary_for_another_torch_is_not_used(host: Host) -> None:
 
 def test_the_key_tells_torch_and_sources_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = build.running_target()
-    plan = build.make_plan(target, "cpu")
-    other = build.make_plan(replace(target, torch="9.9.9"), "cpu")
-    moved = build.make_plan(replace(target, root="/elsewhere"), "cpu")
-    assert build.key(plan) != build.key(other)
-    assert build.key(plan) == build.key(moved), "where torch lies does not matter"
+    before = build.key(target, "cpu")
+    assert before != build.key(replace(target, torch="9.9.9"), "cpu")
+    assert before != build.key(target, "cuda")
+    assert before == build.key(replace(target, root="/elsewhere", headers="/too"), "cpu"), "where things lie does not matter"
     (tmp_path / "bindings.cpp").write_text("// other sources")
-    before = build.key(plan)
     monkeypatch.setattr(build, "source_folder", lambda: tmp_path)
-    assert build.key(plan) != before
+    assert build.key(target, "cpu") != before
     assert build.installed_target() == target
 
 
@@ -173,15 +207,12 @@ def test_the_key_tells_torch_and_sources_apart(tmp_path: Path, monkeypatch: pyte
 def toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three folders: a toolkit of CUDA 13, one of CUDA 12, and a bin folder with a script that starts the first."""
     for name, version in (("good", "13.0"), ("old", "12.4"), ("bare", "13.0")):
-        nvcc = tmp_path / name / "bin" / "nvcc"
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text(f"#!/bin/sh\necho release {version}, V{version}.1\n")
-        nvcc.chmod(0o755)
+        straw(tmp_path / name / "bin" / "nvcc", f"echo release {version}, V{version}.1")
         if name != "bare":
             (tmp_path / name / "include").mkdir()
             (tmp_path / name / "include" / "cuda_runtime.h").touch()
     monkeypatch.setattr(build, "_toolkit_roots", lambda target: [(n, tmp_path / n) for n in ("bare", "old", "good")])
-    monkeypatch.setattr(build, "_present_gpus", list)
+    monkeypatch.setattr(build, "present_gpus", list)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     return tmp_path
 
@@ -226,3 +257,142 @@ def test_architectures_asked_for(toolkits: Path, monkeypatch: pytest.MonkeyPatch
     flags = build._arch_flags(plan.architectures)
     assert "arch=compute_90a,code=sm_90a" in flags
     assert flags[-2:] == ["-gencode", "arch=compute_120,code=compute_120"]
+
+
+def test_the_toolkit_of_an_nvcc_that_is_a_script(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it starts lies in a folder that nobody would look into, and says so."""
+    monkeypatch.undo()
+    says_where = f'[ $1 = --dryrun ] && echo "#$ _HERE_=x\n#$ TOP={toolkits}/good/bin/.." >&2'
+    straw(toolkits / "bare" / "bin" / "nvcc", f"{says_where}\necho release 13.0, V13.0.1")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{toolkits / 'bare' / 'bin'}:/usr/bin:/bin")
+    toolkit, why = build.find_toolkit(replace(build.running_target(), cuda="13.0"))
+    assert toolkit is not None, why
+    assert toolkit.nvcc == str(toolkits / "good" / "bin" / "nvcc")
+
+
+@pytest.mark.parametrize(
+    ("cxx", "program", "options"),
+    [
+        ("g++", "{bin}/g++", []),
+        ("g++ -m64 -Wa,-k", "{bin}/g++", ["-Xcompiler", "-m64", "-Xcompiler", "-Wa\\,-k"]),
+        ("ccache g++ -m64", "g++", ["-Xcompiler", "-m64"]),
+    ],
+)
+def test_the_compiler_behind_nvcc(
+    toolkits: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, program: str, options: list[str]
+) -> None:
+    for name in ("g++", "ccache"):
+        straw(toolkits / "tools" / name)
+    monkeypatch.setenv("PATH", f"{toolkits / 'tools'}:/usr/bin:/bin")
+    monkeypatch.setenv("CXX", cxx)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(build, "_run", lambda command: (commands.append(command), straw(Path(command[-1]))))
+    build.compile_into(toolkits / "built", build.make_plan(replace(build.running_target(), cuda="13.0"), "cuda"))
+    (nvcc,) = [command for command in commands if command[0].endswith("/nvcc")]
+    at = nvcc.index("-ccbin")
+    wanted = [program.format(bin=toolkits / "tools"), *options]
+    assert nvcc[at + 1 : at + 1 + len(wanted)] == wanted
+    assert nvcc[at + 1 + len(wanted)] == "-gencode"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runs_on", "not_on"),
+    [
+        ("9.0", ["", "9.0"], ["8.0", "8.9", "10.0"]),
+        ("8.6", ["8.6", "8.9"], ["8.0", "9.0"]),
+        ("8.0+PTX", ["8.0 9.0 12.0", "10.0"], ["7.5"]),
+        ("8.0 9.0", ["8.6 9.0"], ["8.6 10.0"]),
+        ("10.0a", ["10.0"], ["10.3"]),
+        ("10.0f", ["10.0 10.3"], ["11.0"]),
+        ("9.0a+PTX 10.0f+PTX", ["9.0"], ["12.0"]),
+        ("", [""], ["9.0"]),
+        ("nonsense", [""], ["9.0"]),
+    ],
+)
+def test_what_device_code_runs_on(architectures: str, runs_on: list[str], not_on: list[str]) -> None:
+    for gpus in runs_on + not_on:
+        assert build.covers(architectures.split(), gpus.split()) is (gpus in runs_on), gpus
+
+
+class Machines:
+    """Machines that share an installed package and a cache, with a torch that has CUDA 13; all compilers are scripts."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.package, self._log, self._patch = folder / "package", folder / "log", monkeypatch
+        self._roots = build._toolkit_roots
+        straw(folder / "c++", f"echo >> {self._log}")
+        monkeypatch.setenv("CXX", str(folder / "c++"))
+        monkeypatch.setenv("LOCALSGD_EXT_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(native, "__file__", str(self.package / "backends" / "native.py"))
+        target = replace(build.running_target(), cuda="13.0")
+        monkeypatch.setattr(build, "running_target", lambda: target)
+
+    def on(self, gpus: str = "", asked: str = "", choice: str = "auto", toolkit: bool = True) -> None:
+        """Go to a machine with these GPUs, TORCH_CUDA_ARCH_LIST and LOCALSGD_EXT_BUILD."""
+        self._patch.setattr(build, "present_gpus", gpus.split)
+        self._patch.setattr(build, "_toolkit_roots", self._roots if toolkit else lambda target: [])
+        self._patch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+        self._patch.setenv(build.SWITCH, choice)
+
+    def install(self, architectures: str) -> None:
+        """Install a binary with this device code, or a CPU one."""
+        self.on(asked=architectures, choice="cuda" if architectures else "cpu")
+        build.compile_into(self.package, build.make_plan(build.running_target()))
+
+    def found(self) -> tuple[str, str]:
+        """Where the binary that is used lies (built: now), and what it was built for."""
+        before = self._log.read_text() if self._log.exists() else ""
+        folder = native.find_or_build().parent
+        note = json.loads((folder / "_native.json").read_text())
+        built_now = self._log.read_text() != before
+        where = "built" if built_now else "installed" if folder == self.package else "cached"
+        return where, " ".join([note["flavour"], *note["architectures"]])
+
+
+@pytest.fixture
+def machines(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
+    return Machines(toolkits, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("installed", "machine", "found"),
+    [
+        ("9.0", {"gpus": "9.0"}, ("installed", "cuda 9.0")),
+        ("8.0 9.0", {"gpus": "9.0"}, ("installed", "cuda 8.0 9.0")),
+        ("8.0 12.0+PTX", {}, ("installed", "cuda 8.0 12.0+PTX")),
+        ("9.0", {"gpus": "9.0", "asked": "8.0;9.0"}, ("installed", "cuda 9.0")),
+        ("9.0", {"gpus": "9.0", "toolkit": False}, ("installed", "cuda 9.0")),
+        ("9.0", {"gpus": "9.0", "toolkit": False, "choice": "cuda"}, ("installed", "cuda 9.0")),
+        ("8.0", {"gpus": "9.0"}, ("built", "cuda 9.0")),
+        ("8.0", {"gpus": "9.0", "asked": "8.0"}, ("installed", "cuda 8.0")),  # building it again would change nothing
+        ("8.0", {"gpus": "9.0", "toolkit": False}, ("built", "cpu")),
+        ("9.0", {"gpus": "9.0", "choice": "cpu"}, ("built", "cpu")),
+        ("", {"toolkit": False}, ("installed", "cpu")),
+        ("", {"choice": "cpu"}, ("installed", "cpu")),
+        ("", {"gpus": "9.0"}, ("built", "cuda 9.0")),
+    ],
+)  # fmt: skip
+def test_which_binary_is_used(machines: Machines, installed: str, machine: dict[str, Any], found: tuple[str, str]) -> None:
+    machines.install(installed)
+    machines.on(**machine)
+    assert machines.found() == found
+    again = ("cached" if found[0] == "built" else found[0], found[1])
+    assert machines.found() == again
+
+
+def test_machines_with_other_gpus_share_a_cache(machines: Machines) -> None:
+    for gpus in ("8.0", "9.0"):
+        machines.on(gpus)
+        assert machines.found() == ("built", f"cuda {gpus}")
+    for gpus, served in (("8.0", "8.0"), ("9.0", "9.0"), ("8.6", "8.0")):
+        machines.on(gpus, toolkit=False)
+        assert machines.found() == ("cached", f"cuda {served}")
+
+
+def test_cuda_asked_for_in_vain(machines: Machines) -> None:
+    machines.install("8.0")
+    machines.on("9.0", choice="cuda", toolkit=False)
+    with pytest.raises(build.BuildError, match="LOCALSGD_EXT_BUILD=cuda, but no usable CUDA toolkit"):
+        machines.found()

@@ -34,10 +34,6 @@ def value(report: str, name: str) -> str:
     return "\n".join(line.strip() for line in found.group(1).splitlines())
 
 
-def compilations(host: Host) -> int:
-    return sum("--version" not in line for line in host.log.read_text().splitlines()) if host.log.exists() else 0
-
-
 def test_a_fresh_machine(host: Host) -> None:
     status, out, err = host.run(DOCTOR)
     assert (status, err) == (0, "")
@@ -55,46 +51,47 @@ def test_a_fresh_machine(host: Host) -> None:
         assert value(out, "for CUDA tensors") == (
             "torch: the native engine is for CPUs only (this torch was built without CUDA)"
         )
-    assert compilations(host) == 0
+    assert host.calls() == 0
     assert not host.cache.exists(), "it writes nothing"
 
 
 def test_build_builds_as_the_first_use_does(host: Host) -> None:
     status, out, err = host.run(BUILD)
-    assert status == 0
     assert err.count("\n") == 1
     assert "building the native engine (cpu) for torch" in err
-    assert compilations(host) == ONE_BUILD
+    assert host.calls() == ONE_BUILD
     path, built_for, fits = value(out, "cached").splitlines()
     assert path.startswith(str(host.cache))
     assert f"torch {torch.__version__}" in built_for
     assert fits == "fits"
     # The binary of a straw compiler is empty, and doctor has tried to load it.
     assert re.match(r"torch: .*cannot be loaded", value(out, "for CPU tensors"))
+    assert status == 1, "what was asked for does not work"
     status, out, err = host.run(DOCTOR, LOCALSGD_EXT_BUILD="cpu")
     assert (status, err) == (1, "")
     assert re.match(r"problem: LOCALSGD_EXT_BUILD=cpu, but .*cannot be loaded", out.splitlines()[-1])
-    assert compilations(host) == ONE_BUILD
+    assert host.calls() == ONE_BUILD
 
 
 def test_a_remembered_failure(host: Host) -> None:
     host.compiler(FAILS)
     status, out, err = host.run(BUILD)
-    assert status == 0, "auto goes on without the native engine"
+    assert status == 1, "auto trains without the native engine, but a build was asked for"
+    assert out.splitlines()[-1].startswith("problem: an earlier build failed")
     assert "sorry, no can do" in err
-    calls = compilations(host)
+    calls = host.calls()
     remembered = value(out, "remembered failure")
     assert "sorry, no can do" in remembered
     assert str(host.cache) in remembered.splitlines()[0]
     assert value(out, "for CPU tensors").startswith("torch: an earlier build failed")
-    assert "problem:" not in out
     status, out, err = host.run(DOCTOR)
     assert (status, err) == (0, "")
+    assert "problem:" not in out
     assert value(out, "remembered failure") == remembered
     status, out, _ = host.run(DOCTOR, CXX="/usr/bin/env")
     assert status == 0
     assert value(out, "for CPU tensors").startswith("native: will be built"), "another compiler is given a chance"
-    assert compilations(host) == calls
+    assert host.calls() == calls
 
 
 @pytest.mark.parametrize(
@@ -112,14 +109,26 @@ def test_what_was_asked_for_cannot_be_had(host: Host, asked: str, more: dict[str
     assert (status, err) == (1, "")
     assert out.splitlines()[-1].startswith(f"problem: {problem}")
     assert value(out, "for CPU tensors").startswith("an error")
-    assert compilations(host) == 0
+    assert host.calls() == 0
+
+
+def test_a_cache_folder_that_cannot_be_written(host: Host) -> None:
+    assert value(host.run(DOCTOR)[1], "cache folder") == "can be written"
+    reason = "/dev/null is not a folder that can be written"
+    status, out, err = host.run(DOCTOR, LOCALSGD_EXT_CACHE="/dev/null/cache")
+    assert (status, err) == (0, "")
+    assert value(out, "cache folder") == reason
+    assert value(out, "for CPU tensors") == f"torch: there is no place for a binary: {reason}"
+    status, out, _ = host.run(BUILD, LOCALSGD_EXT_CACHE="/dev/null/cache")
+    assert status == 1
+    assert out.splitlines()[-1].endswith(reason)
 
 
 def test_switched_off(host: Host) -> None:
     status, out, err = host.run(BUILD, LOCALSGD_EXT_BUILD="off")
-    assert (status, err) == (0, "localsgd-ext doctor: LOCALSGD_EXT_BUILD=off\n")
+    assert (status, err) == (1, "localsgd-ext doctor: LOCALSGD_EXT_BUILD=off\n")
     assert value(out, "for CPU tensors") == "torch: LOCALSGD_EXT_BUILD=off"
-    assert compilations(host) == 0
+    assert host.calls() == 0
 
 
 def test_a_binary_for_another_torch_does_not_fit(host: Host) -> None:
@@ -133,7 +142,7 @@ def test_a_binary_for_another_torch_does_not_fit(host: Host) -> None:
     assert "torch 1.0.0" in built_for
     assert fits == f"does not fit: torch is {torch.__version__} here"
     assert value(out, "for CPU tensors").startswith("native: will be built")
-    assert compilations(host) == ONE_BUILD
+    assert host.calls() == ONE_BUILD
 
 
 def edit_note(folder: Path, **target: str) -> None:
@@ -149,7 +158,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / f"{build.MODULE}{plan.target.suffix}").touch()
-    note = {"key": build.key(plan), "target": vars(plan.target), "flavour": "cpu", "architectures": [], "toolkit": None}
+    note = {
+        "key": build.key(plan.target, "cpu"),
+        "target": vars(plan.target),
+        "flavour": "cpu",
+        "architectures": [],
+        "toolkit": None,
+    }
     (folder / f"{build.MODULE}.json").write_text(json.dumps(note))
     monkeypatch.setattr(native, "__file__", str(folder / "backends" / "native.py"))
     monkeypatch.setattr(native, "_import", lambda binary: SimpleNamespace(cuda=False))
@@ -178,7 +193,7 @@ def test_toolkits_looked_at_and_architectures(
     """A torch with CUDA 13: first without a usable toolkit, then with one."""
     target = build.Target(torch.__version__, "13.0", 1, torch.__path__[0], ".so", "/headers")
     monkeypatch.setattr(build, "running_target", lambda: target)
-    monkeypatch.setattr(build, "_present_gpus", list)
+    monkeypatch.setattr(build, "present_gpus", list)
     monkeypatch.setattr(build, "_toolkit_roots", lambda target: [("first", tmp_path / "a"), ("second", tmp_path / "b")])
     monkeypatch.setenv("LOCALSGD_EXT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LOCALSGD_EXT_BUILD", raising=False)
@@ -200,7 +215,7 @@ def test_toolkits_looked_at_and_architectures(
     assert f"nvcc {nvcc}\nheaders {tmp_path / 'b' / 'include'}" in found
     assert found.startswith("13.1, second")
     assert value(out, "architectures").endswith("(the fixed list)")
-    monkeypatch.setattr(build, "_present_gpus", lambda: ["9.0"])
+    monkeypatch.setattr(build, "present_gpus", lambda: ["9.0"])
     assert main(["doctor"]) == 0
     assert value(capsys.readouterr().out, "architectures") == "9.0 (the GPUs present)"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;12.0+PTX")

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -64,14 +63,32 @@ def find_or_build() -> Path:
     """The binary for the running torch: installed, cached, or built now by one of the ranks of this host."""
     if build.switch() == "off":
         raise build.BuildError(f"{build.SWITCH}=off")
-    plan = build.make_plan(build.running_target())
-    wanted = build.key(plan)
-    return find(wanted) or _build(cache_folder() / wanted, plan, wanted)
+    target = build.running_target()
+    return find(target) or _build(build.make_plan(target))
 
 
-def find(wanted: str) -> Path | None:
-    """The binary with that key, if it is installed or cached."""
-    return next((binary for folder in places(wanted).values() if (binary := _binary_in(folder, wanted)) is not None), None)
+def find(target: build.Target) -> Path | None:
+    """The binary that is used, if it is installed or cached. Raises BuildError if there is none and can be none."""
+    found = [each for folder in (installed_folder(), *cached_folders(target)) if (each := binary_with_note(folder)) is not None]
+    found.sort(key=lambda each: each[1]["flavour"] != "cuda")  # one with CUDA needs no toolkit here, so none is looked for
+    return next((binary for binary, built in found if misfit(built, target) is None), None)
+
+
+def misfit(built: dict[str, Any], target: build.Target) -> str | None:
+    """Why a binary with this note is not used, or None if it can be. Raises BuildError where the switch asks for the impossible."""
+    flavour, architectures = built["flavour"], built["architectures"]
+    if built["key"] != build.key(target, flavour):
+        return "other sources, flags or platform"
+    if flavour != "cuda":
+        return "CUDA can be built" if build.make_plan(target).flavour == "cuda" else None
+    if build.switch() == "cpu":
+        return f"{build.SWITCH}=cpu"
+    # The driver's tool is asked, and only now that the answer matters: it takes a moment, but to ask torch would initialise CUDA
+    # in this process, which a user who forks later could not have. What building again would not change is accepted.
+    gpus = build.present_gpus()
+    if build.covers(architectures, gpus) or tuple(architectures) == build.make_plan(target).architectures:
+        return None
+    return f"no code for the GPUs here ({' '.join(gpus)})"
 
 
 def cache_folder() -> Path:
@@ -81,9 +98,28 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "localsgd_ext"
 
 
-def places(wanted: str) -> dict[str, Path]:
-    """The folders that may hold the binary, in the order in which they are looked at."""
-    return {"installed": Path(__file__).parent.parent, "cached": cache_folder() / wanted}
+def cache_problem() -> str | None:
+    """Why the cache folder cannot be written, or None if it can. Nothing is written to find out."""
+    folder = cache_folder()
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    return f"{there} is not a folder that can be written"
+
+
+def installed_folder() -> Path:
+    """Where an installation puts its binary."""
+    return Path(__file__).parent.parent
+
+
+def cached_folders(target: build.Target) -> list[Path]:
+    """The folders of the cache with binaries for this torch, of either flavour and for any GPU."""
+    return [path for flavour in ("cuda", "cpu") for path in sorted(cache_folder().glob(f"{build.key(target, flavour)}*"))]
+
+
+def _folder(plan: build.Plan) -> Path:
+    """Where that build goes in the cache: machines with other GPUs may share it, and must not replace each other's binaries."""
+    return cache_folder() / "-".join((build.key(plan.target, plan.flavour), *plan.architectures))
 
 
 def binary_with_note(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -91,62 +127,54 @@ def binary_with_note(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         built = json.loads((folder / f"{build.MODULE}.json").read_text())
         binary = folder / f"{build.MODULE}{built['target']['suffix']}"
-        if binary.is_file():
+        if binary.is_file() and built.keys() >= {"key", "flavour", "architectures"}:
             return binary, built
     return None
 
 
-def _binary_in(folder: Path, wanted: str) -> Path | None:
-    """The binary in `folder` if it was built for exactly this torch: any other could miss symbols."""
-    found = binary_with_note(folder)
-    return found[0] if found is not None and found[1].get("key") == wanted else None
-
-
-def remembered_failure(wanted: str) -> tuple[Path, str, str] | None:
-    """The file that remembers a failed build, the compiler it failed with (no other is held to it), and what was said."""
-    path = cache_folder() / f"{wanted}.failed"
+def remembered_failure(plan: build.Plan) -> tuple[Path, str, str] | None:
+    """The file that remembers a failed build, the tools it failed with (no others are held to it), and what was said."""
+    path = Path(f"{_folder(plan)}.failed")
     if not path.is_file():
         return None
-    compiler, _, said = path.read_text().partition("\n")
-    return path, compiler, said
+    with_tools, _, said = path.read_text().partition("\n")
+    return path, with_tools, said
 
 
-def _build(folder: Path, plan: build.Plan, wanted: str) -> Path:
+def tools(plan: build.Plan) -> str:
+    """The compilers of a build, with their versions. Raises BuildError if there is none."""
+    return build.compiler_and_version() + (f", {plan.toolkit.nvcc} ({plan.toolkit.version})" if plan.toolkit else "")
+
+
+def _build(plan: build.Plan) -> Path:
+    folder = _folder(plan)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.parent / f"{wanted}.lock"):
-        if (binary := _binary_in(folder, wanted)) is not None:
-            return binary  # another rank was faster
-        compiler = build.compiler()
-        if (failure := remembered_failure(wanted)) is not None and failure[1] == compiler:
+    with _lock(Path(f"{folder}.lock")):
+        if (found := binary_with_note(folder)) is not None and found[1]["key"] == build.key(plan.target, plan.flavour):
+            return found[0]  # another rank was faster
+        with_tools = tools(plan)
+        if (failure := remembered_failure(plan)) is not None and failure[1] == with_tools:
             raise build.BuildError(f"{failure[2]}\n(remembered; delete {failure[0]} to try again)")
         begun = time.monotonic()
         print(
             f"localsgd_ext: building the native engine ({plan.flavour}) for torch {plan.target.torch} (once, about a minute) ...",
             end="", file=sys.stderr, flush=True,
         )  # fmt: skip
+        # Its name starts otherwise than a finished one's. It is here already if an earlier build was killed.
+        scratch = folder.with_name(f"building-{folder.name}")
+        shutil.rmtree(scratch, ignore_errors=True)
         try:
-            with _temporary_sibling(folder) as scratch:
-                build.compile_into(scratch, plan)
-                shutil.rmtree(folder, ignore_errors=True)  # what lies there is not usable, or it would have been used
-                os.replace(scratch, folder)
+            binary = build.compile_into(scratch, plan)
+            shutil.rmtree(folder, ignore_errors=True)  # what lies there is not usable, or it would have been used
+            os.replace(scratch, folder)
         except build.BuildError as error:
             print(" failed", file=sys.stderr, flush=True)
-            (folder.parent / f"{wanted}.failed").write_text(f"{compiler}\n{error}")
+            Path(f"{folder}.failed").write_text(f"{with_tools}\n{error}")
             raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         print(f" done in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-    binary = _binary_in(folder, wanted)
-    if binary is None:
-        raise build.BuildError(f"the binary just built is not in {folder}")
-    return binary
-
-
-@contextlib.contextmanager
-def _temporary_sibling(folder: Path) -> Iterator[Path]:
-    scratch = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    return folder / binary.name
 
 
 @contextlib.contextmanager

@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib.metadata
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict
@@ -35,23 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; gives 1 if what LOCALSGD_EXT_BUILD asks for cannot be had, else 0."""
+    """Print the report; gives 1 if what LOCALSGD_EXT_BUILD or --build asks for cannot be had, else 0."""
+    failed = ""
     if args.build:
         try:
             native.find_or_build()
         except _CANNOT as error:
+            failed = str(error)
             print(f"localsgd-ext doctor: {error}", file=sys.stderr, flush=True)
     target = build.running_target()
-    plan, wanted, refusal = None, None, ""
+    plan, cached, refusal = None, [], ""
     try:
+        cached = native.cached_folders(target)
         plan = build.make_plan(target)
-        wanted = build.key(plan)
     except _CANNOT as error:
         refusal = str(error)
 
     _section("localsgd_ext", before="")
     _row("version", __version__)
-    _row("folder", native.places("")["installed"])
+    _row("folder", native.installed_folder())
     _row("Python", f"{sys.version.split()[0]} ({sys.executable})")
     _row("accelerate", *_ask(lambda: [importlib.metadata.version("accelerate")]))
     _section("torch")
@@ -65,18 +65,19 @@ def run(args: argparse.Namespace) -> int:
     _section("build")
     _row(build.SWITCH, os.environ.get(build.SWITCH) or "not set: auto")
     _row("LOCALSGD_EXT_CACHE", os.environ.get("LOCALSGD_EXT_CACHE") or f"not set: {native.cache_folder()}")
-    _row("C++ compiler", *_ask(_compiler))
+    _row("cache folder", native.cache_problem() or "can be written")
+    _row("C++ compiler", *_ask(lambda: [build.compiler_and_version()]))
     _row("CUDA toolkit", *_ask(lambda: _toolkit(target)))
     _row("architectures", f"not known: {refusal}" if plan is None else _architectures(plan))
     _section("binary")
-    for name, folder in native.places(wanted or "").items():
-        _row(name, *_binary(folder if wanted or name == "installed" else None, plan, wanted))
-    others = [path.parent for path in native.cache_folder().glob(f"*/{build.MODULE}.json") if path.parent.name != wanted]
+    _row("installed", *_binary(native.installed_folder(), target) or ["none"])
+    _row("cached", *[line for folder in cached for line in _binary(folder, target)] or ["none"])
+    others = [path.parent for path in native.cache_folder().glob(f"*/{build.MODULE}.json") if path.parent not in cached]
     if others:
-        _row("cached for others", f"{len(others)}, the newest:", *_binary(max(others, key=os.path.getmtime), plan, wanted))
-    _row("remembered failure", *_failure(wanted))
+        _row("cached for others", f"{len(others)}, the newest:", *_binary(max(others, key=os.path.getmtime), target))
+    _row("remembered failure", *_failure(plan))
 
-    devices, why = _outlook(plan, wanted, refusal)
+    devices, why = _outlook(target, plan, refusal)
     strict = _is_strict()
     without = "an error, see the last line" if strict else f"torch: {why}"
     _section('backend="auto" picks')
@@ -84,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
     if devices and "cuda" not in devices and plan is not None:
         without = f"torch: the native engine is for CPUs only ({plan.why.partition(':')[0]})"
     _row("for CUDA tensors", f"native: {why}" if "cuda" in devices else without)
-    if not strict or devices:
+    if not failed and (devices or not (strict or args.build)):
         return 0
-    asked = "" if why.startswith(build.SWITCH) else f"{build.SWITCH}={build.switch()}, but "
+    why = failed if devices else why
+    asked = f"{build.SWITCH}={build.switch()}, but " if strict and not why.startswith(build.SWITCH) else ""
     print(f"\nproblem: {asked}{' '.join(why.splitlines())}")
     return 1
 
@@ -117,20 +119,22 @@ def _is_strict() -> bool:
         return True
 
 
-def _outlook(plan: build.Plan | None, wanted: str | None, refusal: str) -> tuple[Collection[str], str]:
+def _outlook(target: build.Target, plan: build.Plan | None, refusal: str) -> tuple[Collection[str], str]:
     """The types of devices that the native engine serves, none where it cannot be had; and why."""
     if os.environ.get(build.SWITCH) == "off":
         return (), f"{build.SWITCH}=off"
-    if plan is None or wanted is None:
-        return (), refusal
     try:
-        if (found := native.find(wanted)) is not None:
+        if (found := native.find(target)) is not None:
             return native.NativeBackend(native._import(found)).devices, f"{found} fits"
-        compiler = build.compiler()
+        if plan is None:
+            return (), refusal
+        tools = native.tools(plan)
     except _CANNOT as error:
         return (), str(error)
-    if (failure := native.remembered_failure(wanted)) is not None and failure[1] == compiler:
+    if (failure := native.remembered_failure(plan)) is not None and failure[1] == tools:
         return (), f"an earlier build failed (remembered; delete {failure[0]} to try again)"
+    if (problem := native.cache_problem()) is not None:
+        return (), f"there is no place for a binary: {problem}"
     return {"cpu", plan.flavour}, f"will be built on first use ({plan.flavour}, about a minute)"
 
 
@@ -138,13 +142,6 @@ def _gpus() -> list[str]:
     present = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     counted = collections.Counter((each.name, each.major, each.minor) for each in present)
     return [f"{n} x {name}, capability {major}.{minor}" for (name, major, minor), n in counted.items()] or ["none"]
-
-
-def _compiler() -> list[str]:
-    path = build.compiler()
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", check=False)
-    said = next((line.strip() for line in done.stdout.splitlines() if line.strip()), f"--version: status {done.returncode}")
-    return [f"{path} ({said})"]
 
 
 def _toolkit(target: build.Target) -> list[str]:
@@ -158,42 +155,39 @@ def _architectures(plan: build.Plan) -> str:
     if plan.toolkit is None:
         return f"none, built for CPUs only ({plan.why.partition(':')[0]})"
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    source = f"TORCH_CUDA_ARCH_LIST={asked}" if asked else "the GPUs present" if build._present_gpus() else "the fixed list"
+    source = f"TORCH_CUDA_ARCH_LIST={asked}" if asked else "the GPUs present" if build.present_gpus() else "the fixed list"
     return f"{' '.join(plan.architectures) or 'none understood'} ({source})"
 
 
-def _binary(folder: Path | None, plan: build.Plan | None, wanted: str | None) -> list[str]:
-    """The binary in `folder`, what it was built for, and whether it fits."""
-    found = native.binary_with_note(folder) if folder is not None else None
+def _binary(folder: Path, target: build.Target) -> list[str]:
+    """The binary in `folder`, what it was built for, and whether it fits; no lines if there is none."""
+    found = native.binary_with_note(folder)
     if found is None:
-        return ["none"]
+        return []
     built = found[1]
-    lines = [
-        str(found[0]),
-        "built for " + ", ".join(f"{k} {v}" for k, v in _described(built).items() if v != "no" and k != "headers"),
-    ]
-    if plan is None or wanted is None:
+    made_for, here = _described(built["target"]), _described(asdict(target))
+    details = made_for | {"flavour": built["flavour"], "toolkit": (built.get("toolkit") or {}).get("version", "no")}
+    details["architectures"] = " ".join(built["architectures"]) or "no"
+    lines = [str(found[0]), "built for " + ", ".join(f"{name} {value}" for name, value in details.items() if value != "no")]
+    try:
+        why = native.misfit(built, target)
+    except _CANNOT:
         return [*lines, "not known whether it fits"]
-    if built.get("key") == wanted:
-        return [*lines, "fits"]
-    here = _described(json.loads(json.dumps(asdict(plan))))
-    differing = [f"{name} is {value} here" for name, value in here.items() if _described(built).get(name) != value]
-    return [*lines, "does not fit: " + ("; ".join(differing) or "other sources, flags or platform")]
+    differing = [f"{name} is {value} here" for name, value in here.items() if made_for[name] != value]
+    return [*lines, "fits" if why is None else "does not fit: " + ("; ".join(differing) or why)]
 
 
-def _described(built: dict[str, Any]) -> dict[str, str]:
+def _described(target: dict[str, Any]) -> dict[str, str]:
     """What a binary depends on, named for a person."""
-    target, toolkit = built["target"], built.get("toolkit") or {}
-    fields = {"torch": target.get("torch"), "CUDA": target.get("cuda") or "no", "ABI": target.get("abi")}
-    fields |= {"Python": target.get("suffix"), "headers": target.get("headers"), "flavour": built.get("flavour")}
-    fields |= {"toolkit": toolkit.get("version", "no"), "architectures": " ".join(built.get("architectures", ())) or "no"}
+    fields = {"torch": target.get("torch"), "CUDA": target.get("cuda") or "no"}
+    fields |= {"ABI": target.get("abi"), "Python": target.get("suffix")}
     return {name: str(value) for name, value in fields.items()}
 
 
-def _failure(wanted: str | None) -> list[str]:
-    failure = native.remembered_failure(wanted) if wanted else None
+def _failure(plan: build.Plan | None) -> list[str]:
+    failure = native.remembered_failure(plan) if plan is not None else None
     if failure is None:
         return ["none"]
-    path, compiler, said = failure
+    path, tools, said = failure
     lines = [line if len(line) <= 160 else line[:157] + "..." for line in said.splitlines()]
-    return [f"{path}, with {compiler}", *lines[:8], *(["..."] if len(lines) > 8 else [])]
+    return [f"{path}, with {tools}", *lines[:8], *(["..."] if len(lines) > 8 else [])]

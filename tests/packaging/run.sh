@@ -102,7 +102,7 @@ scenario_d() {
     expect 1 "fatal error: out of ink" d-use.log
     expect 1 "goes on with the PyTorch engine" d-use.log
 }
-what_e="CUDA torch, nvcc as a script on PATH, no GPU used: the CUDA kernels are compiled and load"
+what_e="CUDA torch, nvcc as a script on PATH, no GPU used: the CUDA kernels are compiled and load, without nvcc too"
 scenario_e() {
     [ -n "${PACKAGING_CUDA_PYTHON:-}" ] || not_run "PACKAGING_CUDA_PYTHON is not set"
     local nvcc; nvcc=$(command -v nvcc || ls /usr/local/cuda*/bin/nvcc 2>/dev/null | head -n 1)
@@ -115,6 +115,11 @@ scenario_e() {
     PIP_CONSTRAINT=$work/e-constraints.txt pip e install -q ./source/e
     expect 1 '"flavour": "cuda"' "$(site_packages e)/localsgd_ext/_native.json"
     use e; averaged e native; silent e
+    # Where it runs, no nvcc is on PATH and other GPUs are asked for: the binary is used as it is, CUDA kernels and all.
+    export PATH=/usr/bin:/bin TORCH_CUDA_ARCH_LIST=8.6
+    use e; averaged e native; silent e
+    use e e/bin/localsgd-ext doctor
+    expect 1 "for CUDA tensors:   native: $(site_packages e)/localsgd_ext/_native" e-use.log
     empty e-cache
 }
 what_f="sdist, wheel from it, installed elsewhere"
