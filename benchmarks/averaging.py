@@ -16,6 +16,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +66,13 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
 
         backend = "native" if method == "native" else "torch"
         local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
-        local_sgd.__enter__()  # as in training: outside the block nothing is kept between averagings
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it starts from equal weights, and says so
+            local_sgd.__enter__()  # as in training: outside the block nothing is kept between averagings
+        with torch.no_grad():
+            for parameter, drifted in zip(model.parameters(), own, strict=True):
+                parameter.copy_(drifted)
         return local_sgd.step
     if method == "torchft":
         from torchft.local_sgd import LocalSGD as TorchftLocalSGD

@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -24,8 +25,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             return sums;
           },
           py::arg("divisor"));
-  module.def("average", &localsgd::average, py::arg("buckets"), py::arg("slots"), py::arg("group"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "average",
+      [](const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+         bool contributes, int64_t divisor, int64_t root, const std::function<void()>& watch, int64_t poll_ms, int64_t timeout_ms) {
+        const py::gil_scoped_release release;
+        return localsgd::average(
+            buckets, slots, group,
+            {contributes, divisor, root, watch, std::chrono::milliseconds(poll_ms), std::chrono::milliseconds(timeout_ms)});
+      },
+      py::arg("buckets"), py::arg("slots"), py::arg("group"), py::arg("contributes"), py::arg("divisor"), py::arg("root"),
+      py::arg("watch"), py::arg("poll_ms"), py::arg("timeout_ms"));
 #ifdef LOCALSGD_CUDA
   module.attr("cuda") = true;
 #else

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <deque>
+#include <mutex>
 #include <utility>
 
 #include "kernels.h"
@@ -81,20 +82,56 @@ void BoundBucket::apply(int64_t divisor, const at::Tensor& sums) {
 
 namespace {
 
-c10::intrusive_ptr<c10d::Work> send(const BoundBucket& bucket, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+WorkPtr send(const BoundBucket& bucket, const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Terms& terms) {
   std::vector<at::Tensor> tensors{bucket.buffer()};
   if (bucket.follow()) {
     c10d::BroadcastOptions options;
-    options.rootRank = 0;
+    options.rootRank = terms.root;
+    if (terms.timeout.count() > 0) options.timeout = terms.timeout;
     return group->broadcast(tensors, options);
   }
-  return group->allreduce(tensors);
+  c10d::AllreduceOptions options;
+  if (terms.timeout.count() > 0) options.timeout = terms.timeout;
+  return group->allreduce(tensors, options);
+}
+
+void wait(c10d::Work& work, const Terms& terms) {
+  if (!terms.watch) {
+    work.wait();
+    return;
+  }
+  while (true) {
+    const auto begun = std::chrono::steady_clock::now();
+    try {
+      work.wait(terms.poll);
+      return;
+    } catch (...) {
+      // Only the waiting has timed out, unless it took less time than that.
+      if (std::chrono::steady_clock::now() - begun < terms.poll) throw;
+    }
+    if (work.isCompleted()) {
+      work.wait();
+      return;
+    }
+    terms.watch();
+  }
+}
+
+// Collectives that may never end go on writing to their buffers, so these are never freed.
+void abandon(const WorkPtr& work) {
+  static std::mutex mutex;
+  static auto* const abandoned = new std::vector<WorkPtr>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  abandoned->push_back(work);
 }
 
 }  // namespace
 
-at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  std::deque<std::pair<BoundBucket*, c10::intrusive_ptr<c10d::Work>>> flying;
+at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const Terms& terms) {
+  std::deque<std::pair<BoundBucket*, WorkPtr>> flying;
   std::vector<at::Tensor> sums;  // one for each device
   const auto sums_of = [&](const BoundBucket& bucket) -> const at::Tensor& {
     for (const at::Tensor& each : sums) {
@@ -104,11 +141,11 @@ at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, cons
   };
   const auto land = [&] {
     const auto [bucket, work] = flying.front();
-    work->wait();
+    wait(*work, terms);
     flying.pop_front();
     if (!bucket->follow()) {
-      bucket->apply(group->getSize(), sums_of(*bucket));
-    } else if (group->getRank() != 0) {
+      bucket->apply(terms.divisor, sums_of(*bucket));
+    } else if (group->getRank() != terms.root) {
       bucket->apply(1, sums_of(*bucket));
     }
   };
@@ -116,18 +153,16 @@ at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, cons
     for (BoundBucket* bucket : buckets) {
       // The staging buffer that this bucket is about to use is free once the bucket `slots` before it has been copied back.
       if (static_cast<int64_t>(flying.size()) == slots) land();
-      bucket->pack();
-      flying.emplace_back(bucket, send(*bucket, group));
+      if (terms.contributes || bucket->follow()) {
+        bucket->pack();
+      } else {
+        bucket->buffer().zero_();
+      }
+      flying.emplace_back(bucket, send(*bucket, group, terms));
     }
     while (!flying.empty()) land();
   } catch (...) {
-    // Collectives still in flight write to the staging buffers: they must end before anyone uses these again.
-    for (const auto& [bucket, work] : flying) {
-      try {
-        work->wait();
-      } catch (...) {
-      }
-    }
+    for (const auto& [bucket, work] : flying) abandon(work);
     throw;
   }
   if (sums.empty()) return at::zeros({2}, at::kDouble);

@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 #include <vector>
@@ -42,9 +44,20 @@ class BoundBucket {
   at::Tensor partials_;  // CUDA: scratch for the sums
 };
 
+// How this rank takes part in one averaging; see collectives.py.
+struct Terms {
+  bool contributes;
+  int64_t divisor;
+  int64_t root;
+  std::function<void()> watch;
+  std::chrono::milliseconds poll;
+  std::chrono::milliseconds timeout;
+};
+
 // Averages all buckets over the group, with at most `slots` of them in flight; bucket k has to use staging buffer k % slots. Gives
-// the sums of `apply` over all of them. Throws what a collective throws, once none is in flight; every element then holds its
-// local or its averaged value.
-at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+// the sums of `apply` over all of them. Throws what a collective or `watch` throws; every element then holds its local or its
+// averaged value, but the staging buffers may still be written to.
+at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const Terms& terms);
 
 }  // namespace localsgd

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from .backends import Backend, BoundBucket, check_backend, pick
 from .backends.reference import ReferenceBackend
-from .collectives import SLOTS
+from .collectives import SLOTS, Terms, Watch, all_reduce
 from .errors import LocalSGDError
 from .layout import Rule, Table, TensorSpec, is_dense, plan
 from .report import PendingReport, SyncReport
@@ -48,6 +49,8 @@ class Averager:
         self._wire = wire
         self._backend = backend
         self._bucket_mb = bucket_mb
+        # A wait with a time limit leaves the collective alone on Gloo; others may block for it, or give the collective up.
+        self._can_watch = _is_gloo(group)
         self.release()
 
     def release(self) -> None:
@@ -57,35 +60,53 @@ class Averager:
         self._buckets: list[BoundBucket] = []
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wire_bytes = 0
+        self.sums_in_float16 = False
         self._engine: Backend = ReferenceBackend()
 
-    def average(self, items: Sequence[Item], *, step: int, round: int, interval: int) -> PendingReport:
-        """Replace every tensor by its mean over the ranks (or by rank 0's value), in place.
+    def average(
+        self,
+        items: Sequence[Item],
+        *,
+        step: int,
+        round: int,
+        interval: int,
+        active: Sequence[bool] = (),
+        watch: Watch | None = None,
+        timeout: timedelta | None = None,
+    ) -> PendingReport:
+        """Replace every tensor by its mean over the active ranks (or by the first one's value), in place.
 
-        Must be called by all ranks of the group with equal layouts. If a collective fails, the error is raised once no buffer is
-        in flight any more, and every element holds either its local or its averaged value.
+        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default all. If a
+        collective fails or `watch` raises, every element holds either its local or its averaged value.
         """
+        active = active or [True] * self.world_size
+
         begun = time.perf_counter()
         # Buffers made inside inference_mode() could never be used outside it again.
         with torch.inference_mode(False), torch.no_grad():
             self._bind(items)
+            if not self._can_watch or not all(bucket.buffer.is_cpu for bucket in self._buckets):
+                watch = timeout = None
+            terms = Terms(active[self.rank], sum(active), list(active).index(True), watch, timeout)
             for tensor, dense in self._with_gaps:
                 dense.copy_(tensor)
             try:
-                sums = self._engine.average(self._buckets, self.group)
+                sums = self._engine.average(self._buckets, self.group, terms)
             except BaseException:
                 self.release()
                 raise
             for tensor, dense in self._with_gaps:
                 tensor.copy_(dense)
             # A total of its own: it goes on travelling while training does.
-            distance_sq, mean_sq = sums[:1].clone(), sums[1]
+            distance_sq = sums[:1].clone() if terms.contributes else torch.zeros_like(sums[:1])
+            mean_sq = sums[1]
         # Nothing to average (a model without trainable parameters) means no collective at all.
-        work = dist.all_reduce(distance_sq, group=self.group, async_op=True) if self._buckets else None
+        work = all_reduce(distance_sq, self.group, timeout) if self._buckets else None
         seconds = time.perf_counter() - begun
         return PendingReport(
-            step, round, interval, seconds, self._wire_bytes, self.world_size, self._engine.name, distance_sq, mean_sq, work
-        )
+            step, round, interval, seconds, self._wire_bytes, terms.divisor, self._engine.name, distance_sq, mean_sq, work,
+            watched=watch is not None,
+        )  # fmt: skip
 
     def _bind(self, items: Sequence[Item]) -> None:
         """Lay out the tensors and tie them to buffers, unless they are where they were the last time."""
@@ -102,6 +123,7 @@ class Averager:
 
         self._engine = pick(self._backend, {table.device.type for table in tables})
         pools = {device: _pool(device, [t for t in tables if t.device == device]) for device in {t.device for t in tables}}
+        self.sums_in_float16 = any(t.wire is torch.float16 and t.rule is Rule.MEAN for t in tables)
         for table in tables:
             *staging, scratch = pools[table.device]
             for bucket in table.buckets:
@@ -191,9 +213,30 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def version(items: Sequence[Item]) -> int:
-    """A number that changes when a tensor is written to in place (as far as torch counts that: not through .data) or moved."""
-    tensors = list(map(_tensor, items))
+def first_nonfinite(items: Sequence[Item]) -> int:
+    """The number of the first parameter that holds NaN or inf, or -1. Reads all parameters once, and waits for the device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for item in items:
+        if item.is_parameter and item.tensor.numel():
+            groups.setdefault((item.tensor.device, item.tensor.dtype), []).append(item.tensor.detach())
+    with torch.no_grad():
+        norms = [torch.stack(torch._foreach_norm(tensors)).isfinite().all() for tensors in groups.values()]
+        if all(bool(finite) for finite in norms):
+            return -1
+        # A norm may be too large for its dtype where no element is.
+        bad = (n for n, item in enumerate(items) if item.is_parameter and not item.tensor.isfinite().all())
+        return next(bad, -1)
+
+
+def version(items: Sequence[Item]) -> tuple[int, int]:
+    """Two numbers that change when a parameter, or a buffer, is written to in place (as far as torch counts that: not through .data)
+    or moved."""
+    parameters = [item.tensor for item in items if item.is_parameter]
+    buffers = [item.tensor for item in items if not item.is_parameter]
+    return _version_of(parameters), _version_of(buffers)
+
+
+def _version_of(tensors: list[torch.Tensor]) -> int:
     return sum(map(_version, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
 
 
@@ -237,6 +280,13 @@ def average_parameters(
     if group is None or group.size() == 1:
         return SyncReport(0, 1, 0, 0.0, 0, 0.0, 1, ReferenceBackend.name)
     return Averager(group, wire, backend, None).average(items, step=0, round=1, interval=0).result()
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except (RuntimeError, AttributeError):  # no backend for CPUs, or a group of the user's own making
+        return False
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -1,15 +1,307 @@
-"""What ranks tell each other beside the weights."""
+"""What ranks tell each other beside the weights: that they agree, where they stand, and when they fail."""
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import itertools
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
-from .collectives import wait
+from . import agreement
+from .collectives import Watch
+from .errors import LayoutMismatchError, LocalSGDError, PeerError, PeerTimeoutError
+from .mesh import CAPACITY, Broken, Mesh, Silent, Urgent
+
+ROLL_CALL = timedelta(seconds=5)
+"""How long a rank whose averaging broke waits for the others to say that they are alive. Those that wait look for
+it every POLL_SECONDS."""
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `flag` is true on at least one rank; all ranks of the group must call it and get the same answer."""
-    flags = torch.tensor([int(flag)], dtype=torch.int32, device=device)
-    wait(dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True))
-    return bool(flags.item())
+_opened: dict[str, itertools.count[int]] = {}
+"""How many control planes this process has opened on each group: all ranks open them in the same order."""
+
+
+class Call(enum.IntEnum):
+    """What brings a rank to a handshake."""
+
+    ENTER = 0
+    STEP = 1
+    SYNCHRONIZE = 2
+    AVERAGED = 3
+    EXIT = 4  # it has no more batches, and serves the others until all are done
+
+
+_CALL_NAMES = {
+    Call.ENTER: "the entry of the `with` block",
+    Call.STEP: "step()",
+    Call.SYNCHRONIZE: "synchronize()",
+    Call.AVERAGED: "averaged()",
+    Call.EXIT: "the end of the `with` block",
+}
+
+
+class News(enum.IntEnum):
+    """What has changed on a rank since the last averaging."""
+
+    NOTHING = 0
+    BUFFERS = 1
+    WEIGHTS = 2
+
+
+class Standing(NamedTuple):
+    """What one rank says of itself in a handshake.
+
+    news: what has changed since the last averaging. bad: number of the first parameter that holds NaN or inf, else
+    -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
+    """
+
+    call: Call
+    news: News
+    bad: int
+    step: int
+    interval: int
+    phase: int
+
+    def pack(self) -> bytes:
+        return _STANDING.pack(*self)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Standing:
+        call, news, *rest = _STANDING.unpack_from(payload)
+        return cls(_CALLS[call], _NEWS[news], *rest)
+
+
+_STANDING = struct.Struct("<6q")
+_CALLS, _NEWS = tuple(Call), tuple(News)
+
+
+class Control:
+    """The control plane of one LocalSGD. Any error it raises is raised on every rank that is still there.
+
+    group: the ranks that average with each other. timeout: how long to wait for them; None for the group's own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        if not dist.is_gloo_available():
+            raise LocalSGDError("this torch was built without Gloo, which ranks need to tell each other where they stand")
+        self.rank, self.size = group.rank(), group.size()
+        self.timeout = timeout or _timeout_of(group)
+        self._group = group
+        self._mesh: Mesh | None = None
+        self._last: list[Standing] = []  # where each rank stood in the last handshake
+
+    def enter(self, description: Sequence[str], sums: Sequence[int], step: int) -> list[int]:
+        """Agree on the layout and the options; gives the ranks whose values differ from rank 0's, empty where all are equal.
+
+        description: one line for each option and tensor. sums: a checksum for each tensor.
+        """
+        if self._mesh is None:
+            self._mesh = self._open()
+        digests = agreement.digest(description), agreement.digest(map(str, sums))
+        own = Standing(Call.ENTER, News.NOTHING, -1, step, 0, 0)
+        payloads = self._exchange(own.pack() + b"".join(digests))
+        standings = self._read(payloads)
+        self._check_calls(standings)
+        said = [payload[len(own.pack()) :] for payload in payloads]
+        half = len(digests[0])
+        if len({each[:half] for each in said}) > 1:
+            self._raise_mismatch(description)
+        return [rank for rank, each in enumerate(said) if each[half:] != said[0][half:]]
+
+    def meet(self, own: Standing) -> list[Standing]:
+        """The handshake before an averaging: where every rank stands, in rank order. Waits for all of them."""
+        standings = self._read(self._exchange(own.pack()))
+        self._check_calls(standings)
+        if len({s.interval for s in standings if s.call is Call.STEP}) > 1:
+            said = "; ".join(f"rank {rank}: {s.interval} steps" for rank, s in enumerate(standings) if s.call is Call.STEP)
+            raise LayoutMismatchError(f"the schedules of the ranks give rounds of different length ({said}); they must agree")
+        return standings
+
+    def check_all_here(self) -> None:
+        """Raise PeerError if a rank left right after the handshake: before an averaging that would wait for it."""
+        if self._mesh is not None and self._mesh.gone:
+            raise self._gone(self._mesh.gone)
+
+    def watch(self) -> Watch:
+        """To be called now and then while a collective is under way: raises if a peer cannot go on with it, or at the timeout."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+
+        def check() -> None:
+            if self._mesh is None:
+                return
+            try:
+                self._mesh.peek()
+            except Urgent as urgent:
+                self._raise_announced(urgent)
+            if time.monotonic() > deadline:
+                waited = f"an averaging was not done after {self.timeout.total_seconds():g} s"
+                raise self.explain(
+                    PeerTimeoutError(f"{waited}, though all ranks answer: is `timeout` too short for this network?")
+                )
+
+        return check
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error to raise where an averaging broke with `error`: it names the ranks that are to blame, or is `error` itself if
+        all of them are there."""
+        mesh = self._mesh
+        if mesh is None:
+            return error
+        mesh.announce(_Announcement(-1, _first_line(error)).pack())
+        announced, gone, silent = mesh.roll_call(ROLL_CALL)
+        for rank, payloads in announced.items():
+            last = _Announcement.unpack(payloads[-1])
+            # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank.
+            if last.culprit >= 0 and not (last.culprit == rank and len(payloads) > 1):
+                return last.error(rank)
+        if gone:
+            return self._gone(gone)
+        if silent:
+            return PeerTimeoutError(
+                f"an averaging broke off on rank {self.rank} ({_first_line(error)}), and {_ranks(silent)} did not answer within "
+                f"{ROLL_CALL.total_seconds():g} s{self._last_seen(silent)}: stopped, or the network is down",
+                silent,
+            )
+        return error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers that this rank leaves with `error`, wherever they are, and cut the connections."""
+        if self._mesh is None:
+            return
+        if isinstance(error, PeerError) and error.ranks:
+            self._mesh.announce(_Announcement(error.ranks[0], str(error)).pack())
+        else:
+            self._mesh.announce(_Announcement(self.rank, _first_line(error)).pack())
+        self.close()
+
+    def close(self) -> None:
+        """Cut the connections; the next `enter` makes new ones."""
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
+
+    def _open(self) -> Mesh:
+        try:
+            ranks = dist.get_process_group_ranks(self._group)
+            place = f"{self._group.group_name}/{'-'.join(map(str, ranks)) if len(ranks) < 64 else len(ranks)}"
+        except (KeyError, RuntimeError, ValueError, AttributeError):  # a group that torch.distributed does not know
+            place = f"unregistered/{self.size}"
+        number = next(_opened.setdefault(place, itertools.count()))
+        store = PrefixStore(f"localsgd_ext/{place}/{number}/", dist.distributed_c10d._get_default_store())
+        try:
+            return Mesh(store, self.rank, self.size, self.timeout)
+        except Silent as silent:
+            raise PeerTimeoutError(
+                f"{_ranks(silent.ranks)} did not enter LocalSGD within {self.timeout.total_seconds():g} s of rank {self.rank}; "
+                "all ranks must enter it, in the same order if there are several",
+                silent.ranks,
+            ) from None
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        if self._mesh is None:
+            raise LocalSGDError("this LocalSGD has failed before; leave its `with` block and enter it again on all ranks")
+        try:
+            return self._mesh.exchange(payload, self.timeout)
+        except Urgent as urgent:
+            self._raise_announced(urgent)
+        except Broken as broken:
+            raise self._gone([broken.rank]) from None
+        except Silent as silent:
+            raise PeerTimeoutError(
+                f"{_ranks(silent.ranks)} did not arrive at an averaging within {self.timeout.total_seconds():g} s of rank {self.rank}"
+                f"{self._last_seen(silent.ranks)}: stopped, slower than `timeout` allows, or not calling step() as often as the others",
+                silent.ranks,
+            ) from None
+
+    def _read(self, payloads: Sequence[bytes]) -> list[Standing]:
+        self._last = [Standing.unpack(payload) for payload in payloads]
+        return self._last
+
+    def _check_calls(self, standings: Sequence[Standing]) -> None:
+        if len({standing.call for standing in standings}) == 1:
+            return
+        calls: dict[Call, list[int]] = {}
+        for rank, standing in enumerate(standings):
+            calls.setdefault(standing.call, []).append(rank)
+        # Whoever is at the end of its block serves all others, save those that are at the entry of another.
+        if len(calls.keys() - {Call.EXIT}) > 1 or Call.ENTER in calls:
+            said = "; ".join(f"{_ranks(ranks)} in {_CALL_NAMES[call]}" for call, ranks in sorted(calls.items()))
+            raise LocalSGDError(
+                f"the ranks meet in different calls: {said}; all of them must make the same calls in the same order"
+            )
+
+    def _raise_mismatch(self, description: Sequence[str]) -> NoReturn:
+        assert self._mesh is not None
+        try:
+            everyones = self._mesh.exchange_long("\n".join(description).encode(), self.timeout)
+        except (Urgent, Broken, Silent):
+            raise LayoutMismatchError(
+                "the ranks hold different tensors or options, and one of them left before it said which"
+            ) from None
+        raise LayoutMismatchError(agreement.difference([each.decode().split("\n") for each in everyones]))
+
+    def _raise_announced(self, urgent: Urgent) -> NoReturn:
+        announcement = _Announcement.unpack(urgent.payload)
+        if announcement.culprit < 0:
+            error = PeerError(f"an averaging broke off on rank {urgent.rank}: {announcement.text}", [urgent.rank])
+            raise self.explain(error) from None
+        raise announcement.error(urgent.rank) from None
+
+    def _gone(self, ranks: Sequence[int]) -> PeerError:
+        return PeerError(
+            f"the connection to {_ranks(ranks)} is gone{self._last_seen(ranks)}: the process ended, was killed, or gave up waiting",
+            ranks,
+        )
+
+    def _last_seen(self, ranks: Sequence[int]) -> str:
+        if not self._last:
+            return ""
+        return " (last seen: " + ", ".join(f"rank {rank} at step {self._last[rank].step}" for rank in ranks) + ")"
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """The rank to blame (-1: not known yet), and what happened to it."""
+
+    culprit: int
+    text: str
+
+    def pack(self) -> bytes:
+        return self.culprit.to_bytes(8, "little", signed=True) + self.text.encode()[: CAPACITY - 8]
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> _Announcement:
+        return cls(int.from_bytes(payload[:8], "little", signed=True), payload[8:].decode(errors="ignore"))
+
+    def error(self, sender: int) -> PeerError:
+        """What a rank raises that was told so by `sender`."""
+        if sender == self.culprit:
+            return PeerError(f"rank {self.culprit} failed: {self.text}", [self.culprit])
+        return PeerError(self.text, [self.culprit])  # as the sender itself raised it
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The longest of the group's own: it may have one for each kind of device."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no such backend, or one without options
+            found.append(group._get_backend(torch.device(device)).options._timeout)
+    return max(found, default=dist.default_pg_timeout)

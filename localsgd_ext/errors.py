@@ -1,5 +1,9 @@
 """The errors a user may want to catch. All derive from LocalSGDError, a RuntimeError."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class LocalSGDError(RuntimeError):
     """Base of every error this package raises while averaging."""
@@ -10,7 +14,11 @@ class LayoutMismatchError(LocalSGDError):
 
 
 class PeerError(LocalSGDError):
-    """Another rank failed; the message names it and the first line of its error."""
+    """Another rank failed; the message names it and the first line of its error. ranks: whose fault it is, as far as known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class PeerTimeoutError(PeerError):
@@ -18,4 +26,4 @@ class PeerTimeoutError(PeerError):
 
 
 class NonFiniteError(LocalSGDError):
-    """A parameter holds NaN or inf, so an average over ranks would spread it to all of them."""
+    """A rank's parameter holds NaN or inf, which an average would spread to all ranks."""

@@ -13,17 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import backends, models
 from . import wire as wires
-from .averager import Averager, check_in_place, resolve_group, unexpanded, version
-from .control import any_rank
-from .errors import LocalSGDError, NonFiniteError
-from .report import PendingReport, SyncReport
+from ._version import __version__
+from .averager import Averager, check_in_place, resolve_group
+from .control import Call, Control
+from .errors import LocalSGDError
+from .report import SyncReport
+from .rounds import NONFINITE, Place, Rounds
 from .schedules import Schedule, as_schedule, checked_interval
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 COUNTS = ("calls", "optimizer")
-NONFINITE = ("raise", "exclude", "ignore")
 
 
 class LocalSGD:
@@ -52,11 +53,17 @@ class LocalSGD:
         wire: element type that travels. "parameter": each tensor's own; "float32": sums 16-bit parameters in float32.
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
-        nonfinite: "raise" NonFiniteError on every rank once an averaging has met NaN or inf in a parameter; "ignore" it.
+        nonfinite: a rank whose parameters hold NaN or inf when an averaging begins: "raise" NonFiniteError on every rank, before
+            anything is averaged; "exclude" that rank, which then receives the average of the healthy ones; "ignore" it, and save
+            the pass over the weights that looks for it. Buffers are not looked at: some hold -inf on purpose.
         process_group: the ranks that average; default the DDP model's own group, else all ranks.
         backend: "native" (compiled), "torch" (pure PyTorch), or "auto": native where it is ready or can be built. Ranks may differ.
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
-        outer, overlap_steps, fragments, state_device, timeout: not available yet beyond their defaults.
+        timeout: how long to wait for the other ranks at an averaging; None for the process group's own timeout.
+        outer, overlap_steps, fragments, state_device: not available yet beyond their defaults.
+
+    Ranks may run out of batches at different times: who leaves the block early goes on serving the others' averagings, in which
+    a rank's weights count if it has trained since the last one, until all are done. All leave with the same weights.
 
     Attributes:
         num_steps: counted steps. num_syncs: averagings done. enabled: whether this object averages at all.
@@ -65,6 +72,9 @@ class LocalSGD:
         TypeError, ValueError: an argument is not allowed; the message says what is.
         LocalSGDError: backend="native" cannot be had; the message holds the cause.
         NotImplementedError: DeepSpeed, Megatron-LM, FSDP, XLA, or an argument that is not available yet.
+
+        On entry, on every rank: LayoutMismatchError where tensors or options differ. In averagings, on every rank that is left:
+        PeerError where a rank failed or is gone, PeerTimeoutError where one did not come; NonFiniteError.
     """
 
     def __init__(
@@ -98,23 +108,23 @@ class LocalSGD:
             "overlap_steps": overlap_steps != 0,
             "fragments": fragments != 1,
             "state_device": state_device is not None,
-            "timeout": timeout is not None,
-            "nonfinite='exclude'": nonfinite == "exclude",
         }
         for argument, asked in later.items():
             if asked:
                 raise NotImplementedError(f"{argument} is not available yet; leave it at its default")
         if bucket_mb is not None and not (type(bucket_mb) in (int, float) and 0 < bucket_mb <= 65536):
             raise ValueError(f"bucket_mb must be a number of MiB > 0 and <= 65536, or None for the default; got {bucket_mb!r}")
+        if timeout is not None and not isinstance(timeout, datetime.timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, or None for the process group's; got {timeout!r}")
+        if timeout is not None and timeout <= datetime.timedelta(0):
+            raise ValueError(f"timeout must be longer than 0; got {timeout}")
         models.check_accelerator(accelerator)
         models.check_model(model)
 
         self.num_steps = 0
-        self.num_syncs = 0
         self.enabled = bool(enabled) and models.is_distributed(accelerator)
         self._accelerator = accelerator
         self._count = count
-        self._nonfinite = nonfinite
         self._inside = False
         self._was_local = False  # whether a step was ever trained without DDP's gradient sync
         self._lent = (
@@ -123,12 +133,9 @@ class LocalSGD:
         self._interval: int | None = None  # local steps of the current round; None until the schedule was first asked
         self._round_began = 0  # num_steps at the last scheduled averaging
         self._no_sync: contextlib.AbstractContextManager[None] | None = None
-        self._pending: PendingReport | None = None
-        self._report: SyncReport | None = None
-        self._averager: Averager | None = None  # None where there is nobody to average with
+        self._rounds: Rounds | None = None  # None where there is nobody to average with
         self._ddp: DistributedDataParallel | None = None  # None where no gradient sync has to be switched
-        self._stepped = False  # whether step() was called since the last averaging
-        self._version = -1  # of the tensors right after the last averaging
+        self._syncs_in_forward = False  # what DDP had planned for its next forward
         if not self.enabled:
             return
 
@@ -144,7 +151,14 @@ class LocalSGD:
         if group is None or group.size() == 1:
             return
         backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
-        self._averager = Averager(group, wire, backend, bucket_mb)
+        options = {"wire": wire, "buffers": buffers, "nonfinite": nonfinite, "count": count, "bucket_mb": bucket_mb}
+        self._rounds = Rounds(
+            self._selection,
+            Averager(group, wire, backend, bucket_mb),
+            Control(group, timeout),
+            nonfinite,
+            {"version of localsgd_ext": __version__, **options},
+        )
         if ddp is not None and models.syncs_gradients_over(ddp, group):
             self._ddp = ddp
             self._was_local = not models.keeps_equal(ddp, group)
@@ -155,30 +169,35 @@ class LocalSGD:
                 "this LocalSGD was entered again inside its own `with` block; leave the block first, or make another instance"
             )
         if self.enabled:
-            self._selection.items()  # what is trainable now takes part, though it may be frozen at the first averaging
             if self._interval is None:
                 self._interval = checked_interval(self._schedule, self)
+            if self._rounds is not None:
+                self._rounds.begin(self._place)
             self._train_locally(self._interval > 0)
         self._inside = True
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, *_: object) -> None:
         """Average what was not averaged yet, and turn DDP's gradient sync on again, whatever happens.
 
-        After an exception no collective is started: the peers may be anywhere.
+        After an exception no collective is started: the peers may be anywhere. They are told.
         """
         try:
-            if exc_type is None and self._averager is not None:
-                if self._any_rank_has_news(self._averager):
-                    self._average()
-                self._settle_report()
+            if self._rounds is not None:
+                if exc is not None:
+                    self._rounds.fail(exc)
+                else:
+                    # Ranks may have counted different numbers of steps. When they go on, their averagings fall due together again.
+                    self._round_began = self.num_steps - self._rounds.serve(self._place)
+        except BaseException as error:
+            if self._rounds is not None:
+                self._rounds.fail(error)
+            raise
         finally:
             self._inside = False
-            if self._pending is not None:
-                self._pending.abandon()
-                self._pending = None
             self._train_locally(False)
-            self._release()
+            if self._rounds is not None:
+                self._rounds.release()
 
     def step(self) -> None:
         """Count a step, and average if one is due. Call it once after each optimizer.step(), on all ranks alike.
@@ -194,13 +213,14 @@ class LocalSGD:
             raise LocalSGDError("step() was called outside the `with LocalSGD(...)` block, where gradients are synchronised")
         self._check_not_lent("step")
         self.num_steps += counted
-        self._stepped = True
+        if self._rounds is not None:
+            self._rounds.stepped |= applied
         if counted and self.num_steps - self._round_began >= self._interval:
             # Under DDP's gradient sync the ranks are equal already, unless they have ever trained apart: then their optimizers'
             # states differ, and equal gradients no longer make equal weights.
             self._round_began = self.num_steps
             if self._interval > 0 or self._no_sync is not None or self._ddp is None or self._was_local:
-                self._average()
+                self._average(Call.STEP)
             self._interval = checked_interval(self._schedule, self)
         if applied:
             # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
@@ -208,14 +228,12 @@ class LocalSGD:
 
     def synchronize(self) -> SyncReport | None:
         """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with."""
-        if self._averager is None:
+        if self._rounds is None:
             return None
         self._check_not_lent("synchronize")
-        self._average()
-        report = self.report
-        if not self._inside:
-            self._release()
-        return report
+        with self._perhaps_outside(self._rounds):
+            self._average(Call.SYNCHRONIZE)
+            return self._rounds.report
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[SyncReport | None]:
@@ -223,27 +241,17 @@ class LocalSGD:
 
         To be entered on all ranks alike; gives the report of the averaging. Holds a copy of the averaged tensors meanwhile.
         """
-        if self._averager is None:
+        if self._rounds is None:
             yield None
             return
         self._check_not_lent("averaged")
-        items = self._selection.items()
-        news = self._has_news()
-        tensors = [unexpanded(item.tensor.detach()) for item in items]
-        own = [tensor.clone() for tensor in tensors]
-        try:
-            self._average()
+        with self._perhaps_outside(self._rounds), self._rounds.own_weights_after():
+            self._average(Call.AVERAGED)
             self._lent = True
-            yield self.report
-        finally:
-            self._lent = False
-            with torch.inference_mode(False), torch.no_grad():
-                for tensor, copy in zip(tensors, own, strict=True):
-                    tensor.copy_(copy)
-            self._stepped = news
-            self._version = version(items)
-            if not self._inside:
-                self._release()
+            try:
+                yield self._rounds.report
+            finally:
+                self._lent = False
 
     def state_dict(self) -> dict[str, Any]:
         """Not available yet."""
@@ -254,41 +262,42 @@ class LocalSGD:
         raise NotImplementedError("LocalSGD.load_state_dict is not available yet")
 
     @property
+    def num_syncs(self) -> int:
+        """Averagings done."""
+        return 0 if self._rounds is None else self._rounds.count
+
+    @property
     def report(self) -> SyncReport | None:
         """The report of the last averaging, or None before the first. Reading it may wait for the ranks' drift."""
-        self._settle_report()
-        return self._report
+        return None if self._rounds is None else self._rounds.report
 
     def metrics(self) -> dict[str, float]:
         """The last report as flat numbers, ready for `accelerator.log`; empty before the first averaging."""
         report = self.report
         return {} if report is None else report.metrics()
 
-    def _average(self) -> None:
-        if self._averager is None:
-            return
-        self._settle_report()
-        items = self._selection.items()
-        self._pending = self._averager.average(
-            items, step=self.num_steps, round=self.num_syncs + 1, interval=self._interval or 0
-        )
-        self.num_syncs += 1
-        self._stepped = False
-        self._version = version(items)
-        if self._nonfinite == "raise" and not self._pending.mean_sq.isfinite():
-            bad = [i.name for i in items if i.is_parameter and not i.tensor.isfinite().all()]
-            if bad:
-                raise NonFiniteError(
-                    f"the average at step {self.num_steps} holds NaN or inf in {len(bad)} of the parameters, first in {bad[0]!r}: at least "
-                    "one rank had diverged (lower the learning rate, clip gradients), or a float16 sum overflowed (wire='float32'); "
-                    "nonfinite='ignore' goes on all the same"
-                )
+    @property
+    def _place(self) -> Place:
+        return Place(self.num_steps, self._interval or 0, self.num_steps - self._round_began)
 
-    def _release(self) -> None:
-        """Hold no tensor and no buffer outside the block."""
-        if self._averager is not None:
-            self._averager.release()
-            self._selection.release()
+    def _average(self, call: Call) -> None:
+        if self._rounds is not None:
+            self._rounds.average(call, self._place)
+
+    @contextlib.contextmanager
+    def _perhaps_outside(self, rounds: Rounds) -> Iterator[None]:
+        """Outside the `with` block its entry and its end are made up for."""
+        if self._inside:
+            yield
+            return
+        try:
+            rounds.agree(self._place)
+            yield
+        except BaseException as error:
+            rounds.fail(error)
+            raise
+        finally:
+            rounds.release()
 
     def _check_not_lent(self, call: str) -> None:
         if self._lent:
@@ -296,29 +305,20 @@ class LocalSGD:
                 f"{call}() was called inside `with local_sgd.averaged():`, whose end puts each rank's own weights back; leave it first"
             )
 
-    def _has_news(self) -> bool:
-        """Whether this rank's weights changed since the last averaging, by step() or in place without it."""
-        return self._stepped or version(self._selection.items()) != self._version
-
-    def _any_rank_has_news(self, averager: Averager) -> bool:
-        items = self._selection.items()
-        device = items[0].tensor.device if items else torch.device("cpu")
-        return any_rank(self._has_news(), averager.group, device)
-
-    def _settle_report(self) -> None:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._report = pending.result()
-
     def _train_locally(self, locally: bool) -> None:
         """Turn DDP's gradient sync off or on."""
         self._was_local |= locally
         if locally and self._no_sync is None and self._ddp is not None:
             self._no_sync = self._ddp.no_sync()
             self._no_sync.__enter__()
+            # Its next forward would broadcast buffers: a collective that a rank without batches never joins.
+            self._syncs_in_forward = self._ddp.require_forward_param_sync
+            self._ddp.require_forward_param_sync = False
         elif not locally and self._no_sync is not None:
             context, self._no_sync = self._no_sync, None
             context.__exit__(None, None, None)
+            if self._ddp is not None:
+                self._ddp.require_forward_param_sync = self._syncs_in_forward
 
 
 def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -17,6 +17,8 @@ from .averager import Item, averageable
 from .errors import LocalSGDError
 from .layout import Rule
 
+TRAINED, FROZEN = PARAMETER_FATES = ("trainable", "frozen")
+
 BUFFER_POLICIES = ("average", "broadcast", "keep")
 
 _REFUSED = {
@@ -157,6 +159,22 @@ class Selection:
         self._items = None if len(apart) < len(buffers) else parameters + apart
         self._present, self._trainable = present, trainable
         return parameters + apart if self._items is None else self._items
+
+    def described(self) -> list[tuple[str, str, torch.Tensor]]:
+        """Name, fate and tensor of all that has to be alike on every rank: what takes part, and frozen parameters."""
+        items = self.items()
+        there = {id(item.tensor) for item in items}
+        frozen = [
+            (name, FROZEN, p) for name, p in self._module.named_parameters() if id(p) not in there and name not in self._ignored
+        ]
+        return [
+            (
+                i.name,
+                (TRAINED if i.is_parameter else "buffer, averaged" if i.rule is Rule.MEAN else "buffer, rank 0's"),
+                i.tensor,
+            )
+            for i in items
+        ] + frozen
 
     def _walk(self) -> tuple[list[Item], list[Item]]:
         # One pass over the modules' own dictionaries: named_parameters() and named_buffers() take several.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from .collectives import keep, wait
+from .collectives import Watch, abandon, wait
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,17 @@ class PendingReport:
     distance_sq: torch.Tensor  # ||x_i - mean||^2, float, shape (1,): summed over ranks once `work` is done
     mean_sq: torch.Tensor  # ||mean||^2, float, shape ()
     work: dist.Work | None
+    watched: bool  # whether waiting for it can be watched
 
     def abandon(self) -> None:
         """Give up on a number that the other ranks may never send."""
         if self.work is not None:
-            keep(self.work)
+            abandon(self.work)
 
-    def result(self) -> SyncReport:
+    def result(self, watch: Watch | None = None) -> SyncReport:
         """Wait for the ranks' distances and give the finished report."""
         if self.work is not None:
-            wait(self.work)
+            wait(self.work, watch if self.watched else None)
             self.work = None
         distance_sq, mean_sq = self.distance_sq.item() / self.active_ranks, self.mean_sq.item()
         # An all-zero mean has no scale to relate a distance to.

@@ -42,3 +42,37 @@ class WatchedGroup(dist.ProcessGroup):
 def failing_group(fail_at: int) -> WatchedGroup:
     """All-reduce number `fail_at`, counted from 1, raises ConnectionError when it is waited for."""
     return WatchedGroup(lambda call, tensor, work: Broken(work) if call == fail_at else work)
+
+
+class LateGroup(WatchedGroup):
+    """All-reduce number `fail_at` fails, and those after it go on travelling: each is done once the test does it, on `late`.
+
+    sent: the buffers of all calls. waited: the late calls that were waited for.
+    """
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__(lambda call, tensor, work: Broken(work) if call == fail_at else work)
+        self._fail_at = fail_at
+        self.sent: list[torch.Tensor] = []
+        self.waited: list[int] = []
+
+    @property
+    def late(self) -> list[torch.Tensor]:
+        return self.sent[self._fail_at :]
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object = None) -> Work:
+        self.sent.append(tensors[0])
+        if len(self.sent) <= self._fail_at:
+            return super().allreduce(tensors, options)
+        self.given.append(_Late(len(self.sent), self.waited))
+        return self.given[-1]
+
+
+class _Late(Work):
+    def __init__(self, call: int, waited: list[int]) -> None:
+        super().__init__()
+        self._call, self._waited = call, waited
+
+    def wait(self, *timeout: object) -> bool:
+        self._waited.append(self._call)
+        return True

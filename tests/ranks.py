@@ -27,10 +27,12 @@ class RanksFailed(AssertionError):
     """At least one rank raised, died or did not end in time; the message holds what each of them said."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit: float = 60.0, **options: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, limit: float = 60.0, lost: int | None = None, **options: Any
+) -> list[Any]:
     """Call function(rank, *args, **options) on every rank and give the results in rank order.
 
-    function: a top-level function of a test module. limit: seconds after which every rank still alive is killed, with its
+    function: a top-level function of a test module. lost: a rank that is not expected to end; its result is None. limit: seconds after which every rank still alive is killed, with its
     stack printed, and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +49,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit: 
             pipes.append(ours)
             processes.append(process)
         deadline = time.monotonic() + limit
-        outcomes = [_receive(pipe, process, deadline) for pipe, process in zip(pipes, processes, strict=True)]
+        outcomes = [
+            (True, None) if rank == lost else _receive(pipe, process, deadline)
+            for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))
+        ]
+        if lost is not None:
+            processes[lost].kill()
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()) if process.is_alive() else 0)
             if process.is_alive():

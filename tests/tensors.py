@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+
+from localsgd_ext import LocalSGD
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
@@ -19,6 +25,24 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, salt: int, rank: int) -> 
 def bits(tensor: torch.Tensor) -> bytes:
     """The exact content in logical order: -0.0 differs from 0.0, and NaN equals itself."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@contextlib.contextmanager
+def apart(local_sgd: LocalSGD, model: nn.Module) -> Iterator[LocalSGD]:
+    """Enter `local_sgd`, each rank with the parameters and buffers that it has now: entering alone gives all of them rank 0's.
+
+    They are put back in place, so that the change is seen and storage stays.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    own = [tensor.detach().clone() for tensor in tensors]
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the weights of ranks? .* differ from rank 0's")
+            stack.enter_context(local_sgd)
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, own, strict=True):
+                tensor.copy_(copy)
+        yield local_sgd
 
 
 class OddModel(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 
 from .ranks import run_ranks
-from .tensors import bits, values
+from .tensors import apart, bits, values
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -105,7 +105,7 @@ def _averaged(rank: int) -> None:
     expected = (values((5, 3), torch.float32, 20, 0) + values((5, 3), torch.float32, 20, 1)) / 2
     with LocalSGD(None, DistributedDataParallel(nn.Linear(1, 1)), 10):
         pass
-    with LocalSGD(None, model, 10) as local_sgd:
+    with apart(LocalSGD(None, model, 10), model) as local_sgd:
         local_sgd.step()
         with local_sgd.averaged() as report:
             assert report is not None
@@ -150,7 +150,7 @@ def test_averaged_does_not_count_as_having_sent_the_local_steps() -> None:
 
 def _inside_averaged(rank: int) -> None:
     model = nn.Linear(2, 2)
-    with LocalSGD(None, model, 1) as local_sgd, local_sgd.averaged():
+    with apart(LocalSGD(None, model, 1), model) as local_sgd, local_sgd.averaged():
         for call in (local_sgd.step, local_sgd.synchronize, local_sgd.averaged().__enter__):
             with pytest.raises(LocalSGDError, match=r"inside `with local_sgd\.averaged"):
                 call()
@@ -185,7 +185,7 @@ def test_expanded_buffers_and_parts_of_parameters() -> None:
 def _under_inference_mode(rank: int) -> None:
     model = nn.Linear(3, 5)
     model.weight.data.fill_(rank)
-    with LocalSGD(None, model, 2) as local_sgd:
+    with apart(LocalSGD(None, model, 2), model) as local_sgd:
         local_sgd.step()
         with torch.inference_mode(), local_sgd.averaged():
             assert model.weight.eq(0.5).all()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..build import BuildError
+from ..collectives import Terms
 from ..errors import LocalSGDError
 from ..layout import Bucket, Table
 
@@ -27,7 +28,7 @@ class BoundBucket(Protocol):
     """
 
     buffer: torch.Tensor  # what travels: shape (bucket.numel,), the table's wire dtype
-    follow: bool  # rank 0's buffer is broadcast, rather than the sum taken
+    follow: bool  # one rank's buffer is broadcast, rather than the sum taken
 
     def pack(self) -> None:
         """Copy the tensors into `buffer`, rounding to the wire dtype (exact for the exact wires)."""
@@ -54,11 +55,12 @@ class Backend(Protocol):
         measuring, likewise shared; its use ends with each call.
         """
 
-    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup) -> torch.Tensor:
+    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Pack, exchange and apply all buckets in a pipeline of SLOTS staging buffers, in order.
 
         Gives [||local - mean||^2, ||mean||^2], float64 (float32 where a device has no other), shape (2,). Raises what a collective
-        raises, once none is in flight; every element then holds its local or its averaged value.
+        or `terms.watch` raises; every element then holds its local or its averaged value, but collectives may still be in flight and
+        write to the staging buffers, which must not be used again.
         """
 
 

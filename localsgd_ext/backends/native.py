@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .. import build
-from ..collectives import SLOTS
+from ..collectives import POLL_SECONDS, SLOTS, Terms
 from ..layout import Bucket, Rule, Table
 from . import BoundBucket
 
@@ -50,8 +50,19 @@ class NativeBackend:
             table.rule is Rule.FOLLOW,
         )
 
-    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup) -> torch.Tensor:
-        return self._extension.average(buckets, SLOTS, group)
+    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
+        milliseconds = 0 if terms.timeout is None else int(terms.timeout.total_seconds() * 1000)
+        return self._extension.average(
+            buckets,
+            SLOTS,
+            group,
+            terms.contributes,
+            terms.divisor,
+            terms.root,
+            terms.watch,
+            int(POLL_SECONDS * 1000),
+            milliseconds,
+        )
 
 
 def load() -> NativeBackend:

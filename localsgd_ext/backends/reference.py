@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ..collectives import SLOTS, wait
+from ..collectives import SLOTS, Terms, abandon, all_reduce, wait
 from ..layout import Bucket, Rule, Table
 from . import BoundBucket
 
@@ -24,20 +23,20 @@ class ReferenceBackend:
     ) -> ReferenceBucket:
         return ReferenceBucket(table, bucket, flats, staging, scratch)
 
-    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup) -> torch.Tensor:
+    def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Bucket k is packed while k - 1 travels and k - 2 is copied back."""
         flying: deque[tuple[BoundBucket, dist.Work]] = deque()
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def land() -> None:
             bucket, work = flying[0]
-            wait(work)
+            wait(work, terms.watch)
             flying.popleft()
             if not bucket.follow:
-                pair = bucket.apply(group.size())
+                pair = bucket.apply(terms.divisor)
                 if pair is not None:
                     pairs.append(pair)
-            elif group.rank() != 0:
+            elif group.rank() != terms.root:
                 bucket.apply(1)
 
         try:
@@ -45,15 +44,16 @@ class ReferenceBackend:
                 # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
                 if len(flying) == SLOTS:
                     land()
-                bucket.pack()
-                flying.append((bucket, _send(bucket, group)))
+                if terms.contributes or bucket.follow:
+                    bucket.pack()
+                else:
+                    bucket.buffer.zero_()
+                flying.append((bucket, _send(bucket, group, terms)))
             while flying:
                 land()
         except BaseException:
-            # The collectives still in flight write to the staging buffers: they must end before anyone uses these again.
             for _, work in flying:
-                with contextlib.suppress(Exception):
-                    wait(work)
+                abandon(work)
             raise
         device = pairs[0][0].device if pairs else buckets[0].buffer.device if buckets else torch.device("cpu")
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -115,10 +115,14 @@ class ReferenceBucket:
             self.buffer.div_(divisor)
 
 
-def _send(bucket: BoundBucket, group: dist.ProcessGroup) -> dist.Work:
+def _send(bucket: BoundBucket, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
     if bucket.follow:
-        return dist.broadcast(bucket.buffer, dist.get_global_rank(group, 0), group=group, async_op=True)
-    return dist.all_reduce(bucket.buffer, group=group, async_op=True)
+        broadcast = dist.BroadcastOptions()
+        broadcast.rootRank = terms.root
+        if terms.timeout is not None:
+            broadcast.timeout = terms.timeout
+        return group.broadcast([bucket.buffer], broadcast)
+    return all_reduce(bucket.buffer, group, terms.timeout)
 
 
 def _slice(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:

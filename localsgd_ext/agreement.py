@@ -1,0 +1,66 @@
+"""What has to be equal on all ranks before they average: a line for each option and tensor, and a checksum of the values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+
+def describe(options: Mapping[str, object], tensors: Iterable[tuple[str, str, torch.Tensor]]) -> list[str]:
+    """One line for each option, and for each tensor, given as (name, what becomes of it, tensor)."""
+    lines = [f"option {name}: {value}" for name, value in options.items()]
+    first: dict[tuple[int, int], str] = {}
+    for name, fate, tensor in tensors:
+        line = f"tensor {name}: {_dtype(tensor)} of shape {list(tensor.shape)}, {fate}"
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            line += f", strides {list(tensor.stride())}, on {tensor.device.type}"
+            tied = first.setdefault((tensor.data_ptr(), tensor.numel()), name) if tensor.numel() else name
+            line += f", the same as {tied}" if tied != name else ""
+        lines.append(line)
+    return lines
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def digest(lines: Iterable[str]) -> bytes:
+    """32 bytes that are equal where all lines are."""
+    whole = hashlib.sha256()
+    for line in lines:
+        whole.update(line.encode() + b"\n")
+    return whole.digest()
+
+
+def difference(descriptions: Sequence[Sequence[str]]) -> str:
+    """Which line is the first to differ between the ranks, and what each of them has there."""
+    length = max(map(len, descriptions))
+    for index in range(length):
+        said: dict[str, list[int]] = {}
+        for rank, lines in enumerate(descriptions):
+            said.setdefault(lines[index] if index < len(lines) else "nothing more", []).append(rank)
+        if len(said) > 1:
+            each = "; ".join(
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items()
+            )
+            return f"the ranks differ, first in: {each}. All ranks need the same model and the same options"
+    return "the ranks differ, but no longer"  # a description that changes while it is compared
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A number for each tensor that differs, as good as surely, where any of its bits does. One pass, on the tensors' devices."""
+    sums = [_words(tensor).sum(dtype=torch.int32) for tensor in tensors]
+    if not sums:
+        return []
+    device = sums[0].device
+    return [int(each) for each in torch.stack([each.to(device) for each in sums]).tolist()]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor in logical order, as whole numbers of at most 32 bits. Their sum may wrap around: that loses nothing."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    size = flat.element_size()
+    return flat.view(torch.int32 if size % 4 == 0 else torch.int16 if size == 2 else torch.uint8)

@@ -1,0 +1,206 @@
+"""One round from handshake to report: who meets, whose weights count, and what is done when a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import agreement
+from .averager import Averager, Item, first_nonfinite, unexpanded, version
+from .control import Call, Control, News, Standing
+from .errors import LocalSGDError, NonFiniteError
+from .layout import Rule
+from .models import PARAMETER_FATES, Selection
+from .report import PendingReport, SyncReport
+
+NONFINITE = ("raise", "exclude", "ignore")
+
+
+class Place(NamedTuple):
+    """Where a rank is in its schedule: counted steps, local steps of the current round, and how many of them are done."""
+
+    step: int
+    interval: int
+    phase: int
+
+
+class Rounds:
+    """The averagings of one LocalSGD.
+
+    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name.
+    """
+
+    def __init__(
+        self, selection: Selection, averager: Averager, control: Control, nonfinite: str, options: Mapping[str, object]
+    ) -> None:
+        self._selection = selection
+        self._averager = averager
+        self._control = control
+        self._nonfinite = nonfinite
+        self._options = options
+        self._pending: PendingReport | None = None
+        self._report: SyncReport | None = None
+        self._version = (-1, -1)  # of the tensors right after the last averaging
+        self.count = 0  # averagings done
+        self.stepped = False  # whether this rank has trained since the last one
+
+    @property
+    def report(self) -> SyncReport | None:
+        """The report of the last averaging. Reading it may wait for the ranks' drift."""
+        self.settle()
+        return self._report
+
+    def settle(self) -> None:
+        """Wait for the drift of the last averaging, which travels while training goes on."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            with self._blaming():
+                self._report = pending.result(self._control.watch())
+
+    def begin(self, place: Place) -> None:
+        """Make sure that all ranks hold the same tensors, options and weights; where the weights differ, take rank 0's."""
+        self.agree(place, equal=True)
+        self.stepped = False
+        self._version = version(self._selection.items())
+
+    def agree(self, place: Place, equal: bool = False) -> None:
+        """Make sure that all ranks hold the same tensors and options. equal: see `begin`."""
+        options = {**self._options, "local_sgd_steps": place.interval, "steps into the round": place.phase}
+        described = self._selection.described()
+        parameters = [tensor for _, fate, tensor in described if fate in PARAMETER_FATES]
+        lines = agreement.describe(options, described)
+        differing = self._control.enter(lines, agreement.checksums(parameters) if equal else [], place.step)
+        if not differing:
+            return
+        warnings.warn(
+            f"the weights of rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))} differ from rank 0's; all ranks start from "
+            "rank 0's (a model without DDP has to be seeded alike, or loaded, on every rank)",
+            stacklevel=5,
+        )
+        with self._blaming():
+            self._averager.average(
+                [Item(name, tensor, Rule.FOLLOW, is_parameter=False) for name, _, tensor in described],
+                step=0, round=0, interval=0, watch=self._control.watch(), timeout=self._control.timeout,
+            ).result(self._control.watch())  # fmt: skip
+
+    def average(self, call: Call, place: Place) -> list[Standing]:
+        """Meet the other ranks, and average if one of them has something new; gives where they stood."""
+        self.settle()
+        items = self._selection.items()
+        bad = -1 if self._nonfinite == "ignore" else first_nonfinite(items)
+        standings = self._control.meet(Standing(call, self._news(), bad, *place))
+        common = min(standing.call for standing in standings)  # what those that still train are doing, if any are
+        active = self._active(standings, common, items, place.step)
+        if any(active):
+            self._control.check_all_here()
+            # A rank that serves others in averaged() puts its own weights back as they do.
+            lent = common is Call.AVERAGED and call is Call.EXIT
+            with self.own_weights_after() if lent else contextlib.nullcontext():
+                self._replace_by_mean(items, active, place)
+        return standings
+
+    def serve(self, place: Place) -> int:
+        """This rank has no more batches: take part in the others' averagings until all are done, and in the closing one.
+
+        Gives the phase of the rank that has counted most steps, for all to go on with together.
+        """
+        standings = self.average(Call.EXIT, place)
+        while any(standing.call is not Call.EXIT for standing in standings):
+            standings = self.average(Call.EXIT, place)
+        self.settle()
+        return max(standings, key=lambda standing: standing.step).phase
+
+    @contextlib.contextmanager
+    def own_weights_after(self) -> Iterator[None]:
+        """Whatever the block does to the weights, this rank's own are there again after it, bit for bit."""
+        items = self._selection.items()
+        news = self._news()
+        tensors = [unexpanded(item.tensor.detach()) for item in items]
+        own = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor, copy in zip(tensors, own, strict=True):
+                    tensor.copy_(copy)
+            self.stepped = news is News.WEIGHTS
+            parameters, buffers = version(items)
+            self._version = parameters, buffers if news is News.NOTHING else -1
+
+    def fail(self, error: BaseException) -> None:
+        """This rank gives up: tell the others, start nothing more, and wait for nothing."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
+        self._control.fail(error)
+
+    def release(self) -> None:
+        """Hold no tensor and no buffer until the next averaging."""
+        self._averager.release()
+        self._selection.release()
+
+    def _news(self) -> News:
+        """What changed on this rank since the last averaging, by step() or in place without it."""
+        if self.stepped:
+            return News.WEIGHTS
+        parameters, buffers = version(self._selection.items())
+        if parameters != self._version[0]:
+            return News.WEIGHTS
+        return News.BUFFERS if buffers != self._version[1] else News.NOTHING
+
+    def _active(self, standings: Sequence[Standing], common: Call, items: Sequence[Item], step: int) -> list[bool]:
+        """Whose weights count: of the ranks with something new, the healthy ones.
+
+        A rank that only ran its model forward has nothing to add to weights that others trained.
+        """
+        most = max(standing.news for standing in standings)
+        news = [standing.news is most is not News.NOTHING for standing in standings]
+        if common in (Call.SYNCHRONIZE, Call.AVERAGED) and not any(news):
+            news = [standing.call is common for standing in standings]  # asked for, though nothing was seen to change
+        bad = {rank: s.bad for rank, s in enumerate(standings) if news[rank] and s.bad >= 0}
+        if not bad:
+            return news
+        found = ", ".join(f"rank {rank} (first in {items[index].name!r})" for rank, index in bad.items())
+        if self._nonfinite == "raise" or len(bad) == sum(news):
+            raise NonFiniteError(
+                f"NaN or inf in the parameters of {found} at step {step}; nothing was averaged. Lower the learning rate or clip gradients; "
+                "nonfinite='exclude' goes on with the healthy ranks, nonfinite='ignore' with everything"
+            )
+        warnings.warn(
+            f"NaN or inf in the parameters of {found} at step {step}: left out of the average, and replaced by it. An optimizer there may "
+            "still hold NaN",
+            stacklevel=5,
+        )
+        return [each and rank not in bad for rank, each in enumerate(news)]
+
+    def _replace_by_mean(self, items: Sequence[Item], active: Sequence[bool], place: Place) -> None:
+        with self._blaming():
+            self._pending = self._averager.average(
+                items, step=place.step, round=self.count + 1, interval=place.interval, active=active, watch=self._control.watch(),
+                timeout=self._control.timeout,
+            )  # fmt: skip
+        self.count += 1
+        self.stepped = False
+        self._version = version(items)
+        # All summands are finite, and only in float16 can their sum not be.
+        if self._nonfinite != "ignore" and self._averager.sums_in_float16 and not self._pending.mean_sq.isfinite():
+            raise NonFiniteError(
+                f"the sum over ranks overflowed float16 at step {place.step}, so the average holds inf; use wire='float32'"
+            )
+
+    @contextlib.contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Around collectives: an error that another rank is to blame for becomes one that names it."""
+        try:
+            yield
+        except LocalSGDError:
+            raise
+        except Exception as error:
+            cause = self._control.explain(error)
+            if cause is error:
+                raise
+            raise cause from error

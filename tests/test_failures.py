@@ -1,0 +1,233 @@
+"""Ranks that raise, are killed, stopped or missing: every other rank gets an error that names them, in seconds."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from localsgd_ext import LayoutMismatchError, LocalSGD, LocalSGDError, PeerError, PeerTimeoutError
+
+from .ranks import run_ranks
+from .tensors import bits, values
+
+STEPS, INTERVAL = 20, 8
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    model(values((4, 6), torch.float32, step, rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _raising(rank: int, culprit: int, where: str) -> dict[str, Any]:
+    """Trains until `culprit` raises; what this rank got for it, how long after reaching the averaging, and what works afterwards."""
+    model = DistributedDataParallel(nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    local_sgd = LocalSGD(None, model, INTERVAL)
+    at = {"first window": 5, "middle": 12, "last window": 18, "averaged": 12}[where]
+    got: BaseException | None = None
+    reached = 0.0
+    try:
+        with local_sgd:
+            for step in range(1, STEPS + 1):
+                _train(model, optimizer, rank, step)
+                if where == "averaged" and step == at:
+                    with local_sgd.averaged():
+                        if rank == culprit:
+                            raise ValueError("the loader is empty\nsecond line")
+                elif rank == culprit and step == at:
+                    raise ValueError("the loader is empty\nsecond line")
+                reached = time.monotonic()
+                local_sgd.step()
+            reached = time.monotonic()
+    except (ValueError, LocalSGDError) as error:
+        got = error
+    seconds = time.monotonic() - reached
+    assert model.require_backward_grad_sync
+    assert model.require_forward_param_sync
+    # DDP's own sync, and another LocalSGD on the same group, work again.
+    _train(model, optimizer, rank, 0)
+    with LocalSGD(None, model, 2) as again:
+        for step in range(4):
+            _train(model, optimizer, rank, step)
+            again.step()
+    return {"kind": type(got).__name__, "text": str(got), "ranks": getattr(got, "ranks", None), "seconds": seconds,
+            "weights": bits(model.module.weight)}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["first window", "middle", "last window", "averaged"])
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (2, 0), (4, 2)])
+def test_a_rank_that_raises_is_named_on_all_others(engine: str, where: str, ranks: int, culprit: int) -> None:
+    results = run_ranks(_raising, ranks, culprit, where)
+    for rank, result in enumerate(results):
+        if rank == culprit:
+            assert (result["kind"], result["text"]) == ("ValueError", "the loader is empty\nsecond line")
+        else:
+            assert result["kind"] == "PeerError"
+            assert result["ranks"] == (culprit,)
+            assert result["text"] == f"rank {culprit} failed: ValueError: the loader is empty"
+            assert result["seconds"] < 5
+        assert result["weights"] == results[0]["weights"]
+
+
+def _swallowing(rank: int) -> bytes:
+    """A body that catches its own errors and goes on."""
+    model = DistributedDataParallel(nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with LocalSGD(None, model, 4) as local_sgd:
+        for step in range(10):
+            try:
+                if rank == 1 and step in (2, 7):
+                    raise RuntimeError("a bad batch")
+                _train(model, optimizer, rank, step)
+            except RuntimeError:
+                pass
+            local_sgd.step()
+    return bits(model.module.weight)
+
+
+def test_a_body_that_swallows_its_errors_goes_on(engine: str) -> None:
+    first, second = run_ranks(_swallowing, 2)
+    assert first == second
+
+
+def _outcome(body: Any) -> tuple[str, str, tuple[int, ...], float]:
+    begun = time.monotonic()
+    try:
+        body()
+    except LocalSGDError as error:
+        return type(error).__name__, str(error), getattr(error, "ranks", ()), time.monotonic() - begun
+    return "", "", (), time.monotonic() - begun
+
+
+def _killed(rank: int, culprit: int, numel: int) -> tuple[str, str, tuple[int, ...], float]:
+    """With few elements the rank is gone before the averaging; with many it is killed from outside while that runs."""
+    model = nn.ParameterList([nn.Parameter(torch.full((numel,), 1.0))])
+    outcome = ("", "", (), 0.0)
+    try:
+        with LocalSGD(None, model, 1, timeout=datetime.timedelta(seconds=30)) as local_sgd:
+            local_sgd.step()
+            if rank == culprit:
+                if numel < 1000:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                subprocess.Popen(["sh", "-c", f"sleep 0.05; kill -9 {os.getpid()}"])
+            for _ in range(100):
+                outcome = _outcome(local_sgd.step)
+                if outcome[0]:
+                    raise PeerError(outcome[1], outcome[2])
+    except PeerError:
+        pass
+    return outcome
+
+
+@pytest.mark.parametrize("numel", [10, 30_000_000], ids=["in mid-window", "in mid-averaging"])
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2), (4, 0)])
+def test_a_killed_rank_is_named_within_seconds(engine: str, ranks: int, culprit: int, numel: int) -> None:
+    results = run_ranks(_killed, ranks, culprit, numel, lost=culprit)
+    for rank, outcome in enumerate(results):
+        if rank != culprit:
+            kind, text, named, seconds = outcome
+            assert kind == "PeerError", text
+            assert named == (culprit,), text
+            assert f"rank {culprit}" in text
+            assert seconds < 15
+
+
+def _stopped(rank: int, seconds: float, timeout: float) -> tuple[str, str, tuple[int, ...], float]:
+    """Rank 1 stops for a while in its window, as under a debugger."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    outcome = ("", "", (), 0.0)
+    local_sgd = LocalSGD(None, model, 1, timeout=datetime.timedelta(seconds=timeout))
+    try:
+        with local_sgd:
+            local_sgd.step()
+            if rank == 1:
+                subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            outcome = _outcome(local_sgd.step)
+            if outcome[0]:
+                raise PeerError(outcome[1], outcome[2])
+            local_sgd.step()
+    except PeerError:
+        pass
+    return outcome
+
+
+def test_a_stopped_rank_that_comes_back_in_time_is_nothing(engine: str) -> None:
+    assert [kind for kind, *_ in run_ranks(_stopped, 2, 5, 30)] == ["", ""]
+
+
+def test_a_stopped_rank_is_named_at_the_timeout(engine: str) -> None:
+    (kind, text, named, seconds), late = run_ranks(_stopped, 2, 6, 2)
+    assert (kind, named) == ("PeerTimeoutError", (1,))
+    assert "rank 1 did not arrive" in text
+    assert "within 2 s" in text
+    assert "last seen: rank 1 at step 1" in text
+    assert 2 <= seconds < 4
+    # Back again, it finds that the other has given up.
+    assert (late[0], late[2]) == ("PeerError", (0,))
+
+
+def _missing(rank: int, absent: int) -> str:
+    model = nn.Linear(4, 4)
+    local_sgd = LocalSGD(None, model, 1, timeout=datetime.timedelta(seconds=2))
+    text = ""
+    if rank != absent:
+        with pytest.raises(PeerTimeoutError) as caught, local_sgd:
+            pass
+        assert caught.value.ranks == (absent,)
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize(("ranks", "absent"), [(2, 1), (3, 0)])
+def test_a_rank_that_never_enters_is_named(ranks: int, absent: int) -> None:
+    for rank, text in enumerate(run_ranks(_missing, ranks, absent)):
+        assert rank == absent or f"rank {absent} did not enter LocalSGD within 2 s" in text
+
+
+def _other_interval(rank: int) -> str:
+    """Equal at the entry, where only the first round is known, and different after it."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    schedule = lambda local_sgd: 2 if local_sgd.num_steps == 0 else 2 + rank  # noqa: E731
+    with pytest.raises(LayoutMismatchError) as caught, LocalSGD(None, model, schedule) as local_sgd:
+        for _ in range(12):
+            local_sgd.step()
+    return str(caught.value)
+
+
+def test_schedules_that_differ_between_ranks_are_an_error_on_every_rank() -> None:
+    for text in run_ranks(_other_interval, 2):
+        assert "rank 0: 2 steps; rank 1: 3 steps" in text
+
+
+def _other_calls(rank: int) -> str:
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(LocalSGDError) as caught, LocalSGD(None, model, 1) as local_sgd:
+        if rank == 0:
+            local_sgd.synchronize()
+        else:
+            local_sgd.step()
+    return str(caught.value)
+
+
+def test_ranks_that_meet_in_different_calls_are_told() -> None:
+    for text in run_ranks(_other_calls, 2):
+        assert "rank 1 in step(); rank 0 in synchronize()" in text
