@@ -16,7 +16,6 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -66,14 +65,16 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
 
         backend = "native" if method == "native" else "torch"
         local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
-        own = [parameter.detach().clone() for parameter in model.parameters()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it starts from equal weights, and says so
-            local_sgd.__enter__()  # as in training: outside the block nothing is kept between averagings
-        with torch.no_grad():
-            for parameter, drifted in zip(model.parameters(), own, strict=True):
-                parameter.copy_(drifted)
-        return local_sgd.step
+
+        def average() -> None:
+            if local_sgd.num_steps == 0:
+                # It starts from equal weights; and as in training, inside the block: outside it nothing is kept between averagings.
+                model.fill(0)
+                local_sgd.__enter__()
+                model.fill(dist.get_rank())
+            local_sgd.step()
+
+        return average
     if method == "torchft":
         from torchft.local_sgd import LocalSGD as TorchftLocalSGD
 

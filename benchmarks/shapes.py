@@ -58,10 +58,20 @@ class Model(torch.nn.Module):
         for index, shape in enumerate(SETS[name]()):
             trainable = index >= FROZEN.get(name, 0)
             # What is frozen is the same on every rank.
-            own = values(shape, index, rank if trainable else 0)
-            self.register_parameter(f"p{index}", torch.nn.Parameter(own, requires_grad=trainable))
+            self.register_parameter(f"p{index}", torch.nn.Parameter(torch.empty(shape), requires_grad=trainable))
+        self.fill(rank)
+
+    @torch.no_grad()
+    def fill(self, rank: int) -> None:
+        """Give the parameters the weights of `rank`, in place and without a copy."""
+        for index, parameter in enumerate(self.parameters()):
+            parameter.normal_(generator=generator(index, rank if parameter.requires_grad else 0))
 
 
 def values(shape: Shape, index: int, rank: int) -> torch.Tensor:
     """The weights of tensor number `index` on `rank`."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * index + rank))
+    return torch.randn(shape, generator=generator(index, rank))
+
+
+def generator(index: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * index + rank)

@@ -34,17 +34,19 @@ def digest(lines: Iterable[str]) -> bytes:
     return whole.digest()
 
 
-def difference(descriptions: Sequence[Sequence[str]]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def difference(descriptions: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     """Which line is the first to differ between the ranks, and what each of them has there."""
     length = max(map(len, descriptions))
     for index in range(length):
         said: dict[str, list[int]] = {}
-        for rank, lines in enumerate(descriptions):
+        for rank, lines in zip(ranks, descriptions, strict=True):
             said.setdefault(lines[index] if index < len(lines) else "nothing more", []).append(rank)
         if len(said) > 1:
-            each = "; ".join(
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {line}" for line, ranks in said.items()
-            )
+            each = "; ".join(f"{name_ranks(who)}: {line}" for line, who in said.items())
             return f"the ranks differ, first in: {each}. All ranks need the same model and the same options"
     return "the ranks differ, but no longer"  # a description that changes while it is compared
 

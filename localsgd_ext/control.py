@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
+import hashlib
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +27,7 @@ ROLL_CALL = timedelta(seconds=5)
 it every POLL_SECONDS."""
 
 
-_opened: dict[str, itertools.count[int]] = {}
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many control planes this process has opened on each group: all ranks open them in the same order."""
 
 
@@ -96,6 +97,10 @@ class Control:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout or _timeout_of(group)
         self._group = group
+        try:
+            self.global_ranks = dist.get_process_group_ranks(group)  # by which errors name the ranks
+        except (KeyError, RuntimeError, ValueError):  # a group that torch.distributed does not know
+            self.global_ranks = list(range(self.size))
         self._mesh: Mesh | None = None
         self._last: list[Standing] = []  # where each rank stood in the last handshake
 
@@ -122,7 +127,8 @@ class Control:
         standings = self._read(self._exchange(own.pack()))
         self._check_calls(standings)
         if len({s.interval for s in standings if s.call is Call.STEP}) > 1:
-            said = "; ".join(f"rank {rank}: {s.interval} steps" for rank, s in enumerate(standings) if s.call is Call.STEP)
+            named = zip(self.global_ranks, standings, strict=True)
+            said = "; ".join(f"rank {rank}: {s.interval} steps" for rank, s in named if s.call is Call.STEP)
             raise LayoutMismatchError(f"the schedules of the ranks give rounds of different length ({said}); they must agree")
         return standings
 
@@ -162,15 +168,14 @@ class Control:
             last = _Announcement.unpack(payloads[-1])
             # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank.
             if last.culprit >= 0 and not (last.culprit == rank and len(payloads) > 1):
-                return last.error(rank)
+                return self._announced(last, rank)
         if gone:
             return self._gone(gone)
         if silent:
-            return PeerTimeoutError(
-                f"an averaging broke off on rank {self.rank} ({_first_line(error)}), and {_ranks(silent)} did not answer within "
-                f"{ROLL_CALL.total_seconds():g} s{self._last_seen(silent)}: stopped, or the network is down",
-                silent,
-            )
+            broke = f"an averaging broke off on rank {self._me} ({_first_line(error)})"
+            waited = f"did not answer within {ROLL_CALL.total_seconds():g} s{self._last_seen(silent)}"
+            message = f"{broke}, and {self._name(silent)} {waited}: stopped, or the network is down"
+            return self._error(PeerTimeoutError, message, silent)
         return error
 
     def fail(self, error: BaseException) -> None:
@@ -178,7 +183,7 @@ class Control:
         if self._mesh is None:
             return
         if isinstance(error, PeerError) and error.ranks:
-            self._mesh.announce(_Announcement(error.ranks[0], str(error)).pack())
+            self._mesh.announce(_Announcement(self.global_ranks.index(error.ranks[0]), str(error)).pack())
         else:
             self._mesh.announce(_Announcement(self.rank, _first_line(error)).pack())
         self.close()
@@ -190,21 +195,27 @@ class Control:
             self._mesh = None
 
     def _open(self) -> Mesh:
+        number = _opened.get(self._group, 0)
+        members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
         try:
-            ranks = dist.get_process_group_ranks(self._group)
-            place = f"{self._group.group_name}/{'-'.join(map(str, ranks)) if len(ranks) < 64 else len(ranks)}"
-        except (KeyError, RuntimeError, ValueError, AttributeError):  # a group that torch.distributed does not know
-            place = f"unregistered/{self.size}"
-        number = next(_opened.setdefault(place, itertools.count()))
-        store = PrefixStore(f"localsgd_ext/{place}/{number}/", dist.distributed_c10d._get_default_store())
+            name = str(self._group.group_name)
+        except (RuntimeError, AttributeError):
+            name = ""
+        store = PrefixStore(f"localsgd_ext/{name}/{members}/{number}/", dist.distributed_c10d._get_default_store())
         try:
-            return Mesh(store, self.rank, self.size, self.timeout)
-        except Silent as silent:
-            raise PeerTimeoutError(
-                f"{_ranks(silent.ranks)} did not enter LocalSGD within {self.timeout.total_seconds():g} s of rank {self.rank}; "
-                "all ranks must enter it, in the same order if there are several",
-                silent.ranks,
+            mesh = Mesh(store, self.rank, self.size, self.timeout)
+        except Silent as silent:  # the number can be used again, once all are there
+            raise self._timed_out(
+                "enter LocalSGD", silent.ranks, "; all ranks must enter it, in the same order if there are several"
             ) from None
+        except RuntimeError as error:
+            _opened[self._group] = number + 1
+            raise LocalSGDError(
+                f"rank {self._me} cannot connect to the others through Gloo, over which ranks tell each other where they stand; "
+                f"set GLOO_SOCKET_IFNAME to the network interface that reaches them ({_first_line(error)})"
+            ) from error
+        _opened[self._group] = number + 1
+        return mesh
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         if self._mesh is None:
@@ -216,11 +227,8 @@ class Control:
         except Broken as broken:
             raise self._gone([broken.rank]) from None
         except Silent as silent:
-            raise PeerTimeoutError(
-                f"{_ranks(silent.ranks)} did not arrive at an averaging within {self.timeout.total_seconds():g} s of rank {self.rank}"
-                f"{self._last_seen(silent.ranks)}: stopped, slower than `timeout` allows, or not calling step() as often as the others",
-                silent.ranks,
-            ) from None
+            why = ": stopped, slower than `timeout` allows, or not calling step() as often as the others"
+            raise self._timed_out("arrive at an averaging", silent.ranks, self._last_seen(silent.ranks) + why) from None
 
     def _read(self, payloads: Sequence[bytes]) -> list[Standing]:
         self._last = [Standing.unpack(payload) for payload in payloads]
@@ -234,7 +242,7 @@ class Control:
             calls.setdefault(standing.call, []).append(rank)
         # Whoever is at the end of its block serves all others, save those that are at the entry of another.
         if len(calls.keys() - {Call.EXIT}) > 1 or Call.ENTER in calls:
-            said = "; ".join(f"{_ranks(ranks)} in {_CALL_NAMES[call]}" for call, ranks in sorted(calls.items()))
+            said = "; ".join(f"{self._name(ranks)} in {_CALL_NAMES[call]}" for call, ranks in sorted(calls.items()))
             raise LocalSGDError(
                 f"the ranks meet in different calls: {said}; all of them must make the same calls in the same order"
             )
@@ -247,25 +255,48 @@ class Control:
             raise LayoutMismatchError(
                 "the ranks hold different tensors or options, and one of them left before it said which"
             ) from None
-        raise LayoutMismatchError(agreement.difference([each.decode().split("\n") for each in everyones]))
+        raise LayoutMismatchError(agreement.difference([each.decode().split("\n") for each in everyones], self.global_ranks))
 
     def _raise_announced(self, urgent: Urgent) -> NoReturn:
         announcement = _Announcement.unpack(urgent.payload)
         if announcement.culprit < 0:
-            error = PeerError(f"an averaging broke off on rank {urgent.rank}: {announcement.text}", [urgent.rank])
-            raise self.explain(error) from None
-        raise announcement.error(urgent.rank) from None
+            message = f"an averaging broke off on {self._name([urgent.rank])}: {announcement.text}"
+            raise self.explain(self._error(PeerError, message, [urgent.rank])) from None
+        raise self._announced(announcement, urgent.rank) from None
+
+    def _announced(self, announcement: _Announcement, sender: int) -> PeerError:
+        """What this rank raises that was told so by `sender`."""
+        culprit = announcement.culprit
+        if sender == culprit:
+            return self._error(PeerError, f"{self._name([culprit])} failed: {announcement.text}", [culprit])
+        return self._error(PeerError, announcement.text, [culprit])  # as the sender itself raised it
+
+    @property
+    def _me(self) -> int:
+        return self.global_ranks[self.rank]
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        return agreement.name_ranks([self.global_ranks[rank] for rank in ranks])
+
+    def _error(self, kind: type[PeerError], message: str, ranks: Sequence[int]) -> PeerError:
+        return kind(message, [self.global_ranks[rank] for rank in ranks])
+
+    def _timed_out(self, what: str, ranks: Sequence[int], more: str) -> PeerError:
+        waited = f"within {self.timeout.total_seconds():g} s of rank {self._me}"
+        return self._error(PeerTimeoutError, f"{self._name(ranks)} did not {what} {waited}{more}", ranks)
 
     def _gone(self, ranks: Sequence[int]) -> PeerError:
-        return PeerError(
-            f"the connection to {_ranks(ranks)} is gone{self._last_seen(ranks)}: the process ended, was killed, or gave up waiting",
-            ranks,
-        )
+        why = "the process ended, was killed, or gave up waiting"
+        return self._error(PeerError, f"the connection to {self._name(ranks)} is gone{self._last_seen(ranks)}: {why}", ranks)
 
     def _last_seen(self, ranks: Sequence[int]) -> str:
         if not self._last:
             return ""
-        return " (last seen: " + ", ".join(f"rank {rank} at step {self._last[rank].step}" for rank in ranks) + ")"
+        return (
+            " (last seen: "
+            + ", ".join(f"rank {self.global_ranks[rank]} at step {self._last[rank].step}" for rank in ranks)
+            + ")"
+        )
 
 
 @dataclass(frozen=True)
@@ -282,20 +313,10 @@ class _Announcement:
     def unpack(cls, payload: bytes) -> _Announcement:
         return cls(int.from_bytes(payload[:8], "little", signed=True), payload[8:].decode(errors="ignore"))
 
-    def error(self, sender: int) -> PeerError:
-        """What a rank raises that was told so by `sender`."""
-        if sender == self.culprit:
-            return PeerError(f"rank {self.culprit} failed: {self.text}", [self.culprit])
-        return PeerError(self.text, [self.culprit])  # as the sender itself raised it
-
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -172,7 +172,11 @@ class LocalSGD:
             if self._interval is None:
                 self._interval = checked_interval(self._schedule, self)
             if self._rounds is not None:
-                self._rounds.begin(self._place)
+                try:
+                    self._rounds.begin(self._place)
+                except BaseException as error:
+                    self._rounds.fail(error)
+                    raise
             self._train_locally(self._interval > 0)
         self._inside = True
         return self

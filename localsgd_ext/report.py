@@ -56,11 +56,15 @@ class PendingReport:
         if self.work is not None:
             abandon(self.work)
 
-    def result(self, watch: Watch | None = None) -> SyncReport:
-        """Wait for the ranks' distances and give the finished report."""
+    def wait(self, watch: Watch | None = None) -> None:
+        """Wait for the ranks' distances to be on this rank; on CUDA in the order of the stream, without blocking the host."""
         if self.work is not None:
             wait(self.work, watch if self.watched else None)
             self.work = None
+
+    def result(self, watch: Watch | None = None) -> SyncReport:
+        """The finished report; its numbers are read from the device here."""
+        self.wait(watch)
         distance_sq, mean_sq = self.distance_sq.item() / self.active_ranks, self.mean_sq.item()
         # An all-zero mean has no scale to relate a distance to.
         drift = math.sqrt(distance_sq / mean_sq) if mean_sq else math.inf if distance_sq else 0.0

@@ -50,16 +50,18 @@ class Rounds:
 
     @property
     def report(self) -> SyncReport | None:
-        """The report of the last averaging. Reading it may wait for the ranks' drift."""
+        """The report of the last averaging. Reading it may wait for the ranks' drift, and for the device."""
         self.settle()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._report = pending.result()
         return self._report
 
     def settle(self) -> None:
-        """Wait for the drift of the last averaging, which travels while training goes on."""
+        """Wait for the drift of the last averaging, which travels while training goes on; read no value from the device."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
             with self._blaming():
-                self._report = pending.result(self._control.watch())
+                self._pending.wait(self._control.watch())
 
     def begin(self, place: Place) -> None:
         """Make sure that all ranks hold the same tensors, options and weights; where the weights differ, take rank 0's."""
@@ -76,9 +78,10 @@ class Rounds:
         differing = self._control.enter(lines, agreement.checksums(parameters) if equal else [], place.step)
         if not differing:
             return
+        ranks = self._control.global_ranks
         warnings.warn(
-            f"the weights of rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))} differ from rank 0's; all ranks start from "
-            "rank 0's (a model without DDP has to be seeded alike, or loaded, on every rank)",
+            f"the weights of {agreement.name_ranks([ranks[each] for each in differing])} differ from rank {ranks[0]}'s; all ranks start from "
+            f"rank {ranks[0]}'s (a model without DDP has to be seeded alike, or loaded, on every rank)",
             stacklevel=5,
         )
         with self._blaming():
@@ -164,7 +167,8 @@ class Rounds:
         bad = {rank: s.bad for rank, s in enumerate(standings) if news[rank] and s.bad >= 0}
         if not bad:
             return news
-        found = ", ".join(f"rank {rank} (first in {items[index].name!r})" for rank, index in bad.items())
+        ranks = self._control.global_ranks
+        found = ", ".join(f"rank {ranks[rank]} (first in {items[index].name!r})" for rank, index in bad.items())
         if self._nonfinite == "raise" or len(bad) == sum(news):
             raise NonFiniteError(
                 f"NaN or inf in the parameters of {found} at step {step}; nothing was averaged. Lower the learning rate or clip gradients; "

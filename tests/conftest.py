@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,11 @@ def native_binary() -> Path:
     return native.find_or_build()
 
 
-@pytest.fixture(params=["native", "torch"])
+ENGINES = os.environ.get("LOCALSGD_TEST_ENGINES", "native torch").split()
+"""Where only another build of the native engine is to be tested, the PyTorch one need not run again."""
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once with each engine behind backend="auto", on all ranks. A native engine that cannot be had is a failure."""
     if request.param == "native":

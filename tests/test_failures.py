@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import LayoutMismatchError, LocalSGD, LocalSGDError, PeerError, PeerTimeoutError
+from localsgd_ext import LayoutMismatchError, LocalSGD, LocalSGDError, PeerError, PeerTimeoutError, averager
 
 from .ranks import run_ranks
 from .tensors import bits, values
@@ -231,3 +231,75 @@ def _other_calls(rank: int) -> str:
 def test_ranks_that_meet_in_different_calls_are_told() -> None:
     for text in run_ranks(_other_calls, 2):
         assert "rank 1 in step(); rank 0 in synchronize()" in text
+
+
+def _in_a_subgroup(rank: int) -> tuple[str, tuple[int, ...]]:
+    """Two pairs that average apart from each other; rank 3 fails, and only its own pair hears of it, by its number in the world."""
+    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    try:
+        with LocalSGD(None, model, 2, process_group=pair) as local_sgd:
+            for step in range(8):
+                if rank == 3 and step == 5:
+                    raise ValueError("mine")
+                local_sgd.step()
+    except (PeerError, ValueError) as error:
+        return str(error), getattr(error, "ranks", ())
+    return "", ()
+
+
+def test_ranks_are_named_by_their_number_in_the_world() -> None:
+    nothing = ("", ())
+    assert run_ranks(_in_a_subgroup, 4) == [nothing, ("rank 3 failed: ValueError: mine", (3,)), nothing, ("mine", ())]
+
+
+def _late(rank: int) -> float:
+    """Rank 1 comes when rank 0 has given up once; they meet at rank 0's second try."""
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1.0 + rank)
+        model.bias.fill_(1.0)
+    local_sgd = LocalSGD(None, model, 1, timeout=datetime.timedelta(seconds=1 if rank == 0 else 20))
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError), local_sgd:
+            pass
+    else:
+        time.sleep(1.5)
+    with pytest.warns(UserWarning, match="the weights of rank 1 differ"), local_sgd:
+        local_sgd.step()
+    return model.weight[0, 0].item()
+
+
+def test_ranks_that_missed_each_other_meet_at_the_next_try() -> None:
+    assert run_ranks(_late, 2) == [1.0, 1.0]
+
+
+def _broken_collective(rank: int) -> tuple[str, str]:
+    """An averaging that fails on one rank alone, for a reason of its own."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(3_000_000))])
+    local_sgd = LocalSGD(None, model, 1, backend="torch")
+    before = model[0].detach().clone()
+    try:
+        with local_sgd:
+            if rank == 1:
+                averager.ReferenceBackend.average = _out_of_memory  # type: ignore[method-assign]
+            local_sgd.step()
+    except (RuntimeError, MemoryError) as error:
+        assert torch.equal(model[0], before)
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _out_of_memory(*_: object) -> torch.Tensor:
+    raise MemoryError("no room for 12 MB")
+
+
+def test_an_averaging_that_fails_on_one_rank_alone_names_it_on_the_others() -> None:
+    other, culprit = run_ranks(_broken_collective, 2)
+    assert culprit == ("MemoryError", "no room for 12 MB")
+    assert other[0] == "PeerError"
+    assert "rank 1" in other[1]
+    assert "MemoryError: no room for 12 MB" in other[1]

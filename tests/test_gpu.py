@@ -19,6 +19,7 @@ from localsgd_ext import LocalSGD
 from localsgd_ext.averager import Averager, Item
 from localsgd_ext.backends import pick
 from localsgd_ext.backends.reference import ReferenceBackend
+from localsgd_ext.collectives import Terms
 from localsgd_ext.layout import Rule, TensorSpec, plan
 
 from . import ranks
@@ -291,7 +292,9 @@ def test_an_averaging_over_nccl_in_a_cuda_graph() -> None:  # the last one: a ca
     tensors = Memory(torch.float32, SIZES["odd"]).flats
     averager, average = averaging(tensors, "native", 0.0625)
     average().result()
-    graph, sums = captured(lambda: averager._engine.average(averager._buckets, dist.group.WORLD))
+    graph, sums = captured(
+        lambda: averager._engine.average(averager._buckets, dist.group.WORLD, Terms(True, dist.get_world_size(), 0))
+    )
     for scale in (2.0, 3.0):
         before = [tensor.mul_(scale).clone() for tensor in tensors]
         graph.replay()

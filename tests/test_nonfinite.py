@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from localsgd_ext import LocalSGD, NonFiniteError
 
@@ -150,3 +152,33 @@ def _nan_in_a_buffer(rank: int) -> None:
 
 def test_only_parameters_count_as_non_finite_and_a_caught_error_keeps_the_schedule() -> None:
     run_ranks(_nan_in_a_buffer, 2)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the values that the host reads from a tensor: on a GPU each of them waits for everything queued there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _reads(rank: int, nonfinite: str) -> list[int]:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    counts = []
+    with LocalSGD(None, model, 1, nonfinite=nonfinite) as local_sgd:
+        for _ in range(3):
+            model(torch.ones(2, 3))
+            with _Reads() as reads:
+                local_sgd.step()
+            counts.append(reads.count)
+        assert local_sgd.report is not None
+    return counts
+
+
+@pytest.mark.parametrize(("nonfinite", "reads"), [("ignore", 0), ("raise", 1), ("exclude", 1)])
+def test_the_host_reads_nothing_but_the_finite_check(nonfinite: str, reads: int) -> None:
+    assert run_ranks(_reads, 2, nonfinite) == [[reads] * 3] * 2
