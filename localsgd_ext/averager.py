@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -62,6 +63,7 @@ class Averager:
         self._wire_bytes = 0
         self.sums_in_float16 = False
         self._engine: Backend = ReferenceBackend()
+        self.layout = 0  # a number that differs, as good as surely, between layouts of the tensors bound
 
     def average(
         self,
@@ -73,18 +75,19 @@ class Averager:
         active: Sequence[bool] = (),
         watch: Watch | None = None,
         timeout: timedelta | None = None,
+        bound: bool = False,
     ) -> PendingReport:
         """Replace every tensor by its mean over the active ranks (or by the first one's value), in place.
 
-        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default all. If a
-        collective fails or `watch` raises, every element holds either its local or its averaged value.
+        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default all. bound:
+        whether `bind` was called for the items just before. If a collective fails or `watch` raises, every element holds either
+        its local or its averaged value.
         """
         active = active or [True] * self.world_size
-
         begun = time.perf_counter()
-        # Buffers made inside inference_mode() could never be used outside it again.
         with torch.inference_mode(False), torch.no_grad():
-            self._bind(items)
+            if not bound:
+                self.bind(items)
             if not self._can_watch or not all(bucket.buffer.is_cpu for bucket in self._buckets):
                 watch = timeout = None
             terms = Terms(active[self.rank], sum(active), list(active).index(True), watch, timeout)
@@ -108,14 +111,20 @@ class Averager:
             watched=watch is not None,
         )  # fmt: skip
 
-    def _bind(self, items: Sequence[Item]) -> None:
+    def bind(self, items: Sequence[Item]) -> None:
         """Lay out the tensors and tie them to buffers, unless they are where they were the last time."""
+        # Buffers made inside inference_mode() could never be used outside it again.
+        with torch.inference_mode(False), torch.no_grad():
+            self._bind(items)
+
+    def _bind(self, items: Sequence[Item]) -> None:
         if _same(items, self._bound) and _unmoved(items, self._places):
             return
         self.release()
         dense = [self._dense(item) for item in items]
         flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
         specs = [self._spec(item, flat) for item, flat in zip(items, flats, strict=True)]
+        self.layout = _layout(specs)
         if not specs:
             return
         bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
@@ -182,6 +191,12 @@ def _unmoved(items: Sequence[Item], places: list[list[object]]) -> bool:
     allocate nothing that lasts, so that no garbage collection starts here."""
     tensors = list(map(_tensor, items))
     return all(all(map(operator.eq, map(place, tensors), was)) for place, was in zip(_PLACE, places, strict=True))
+
+
+def _layout(specs: Sequence[TensorSpec]) -> int:
+    """Of what has to be alike on all ranks for their buckets to match."""
+    lines = (f"{s.name} {s.numel} {s.dtype} {s.wire} {s.rule.value} {s.is_parameter}\n" for s in specs)
+    return zlib.crc32("".join(lines).encode())
 
 
 def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:

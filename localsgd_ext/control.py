@@ -8,7 +8,7 @@ import hashlib
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
@@ -63,6 +63,7 @@ class Standing(NamedTuple):
 
     news: what has changed since the last averaging. bad: number of the first parameter that holds NaN or inf, else
     -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
+    layout: see `Averager`.
     """
 
     call: Call
@@ -71,6 +72,7 @@ class Standing(NamedTuple):
     step: int
     interval: int
     phase: int
+    layout: int = 0
 
     def pack(self) -> bytes:
         return _STANDING.pack(*self)
@@ -81,7 +83,7 @@ class Standing(NamedTuple):
         return cls(_CALLS[call], _NEWS[news], *rest)
 
 
-_STANDING = struct.Struct("<6q")
+_STANDING = struct.Struct("<7q")
 _CALLS, _NEWS = tuple(Call), tuple(News)
 
 
@@ -122,10 +124,15 @@ class Control:
             self._raise_mismatch(description)
         return [rank for rank, each in enumerate(said) if each[half:] != said[0][half:]]
 
-    def meet(self, own: Standing) -> list[Standing]:
-        """The handshake before an averaging: where every rank stands, in rank order. Waits for all of them."""
+    def meet(self, own: Standing, describe: Callable[[], Sequence[str]] = tuple) -> list[Standing]:
+        """The handshake before an averaging: where every rank stands, in rank order. Waits for all of them.
+
+        describe: gives the lines of `enter`, for the error where layouts have come to differ since.
+        """
         standings = self._read(self._exchange(own.pack()))
         self._check_calls(standings)
+        if len({standing.layout for standing in standings}) > 1:
+            self._raise_mismatch(describe())
         if len({s.interval for s in standings if s.call is Call.STEP}) > 1:
             named = zip(self.global_ranks, standings, strict=True)
             said = "; ".join(f"rank {rank}: {s.interval} steps" for rank, s in named if s.call is Call.STEP)

@@ -95,7 +95,9 @@ class Rounds:
         self.settle()
         items = self._selection.items()
         bad = -1 if self._nonfinite == "ignore" else first_nonfinite(items)
-        standings = self._control.meet(Standing(call, self._news(), bad, *place))
+        self._averager.bind(items)
+        own = Standing(call, self._news(), bad, *place, self._averager.layout)
+        standings = self._control.meet(own, lambda: agreement.describe({}, self._selection.described()))
         common = min(standing.call for standing in standings)  # what those that still train are doing, if any are
         active = self._active(standings, common, items, place.step)
         if any(active):
@@ -185,7 +187,7 @@ class Rounds:
         with self._blaming():
             self._pending = self._averager.average(
                 items, step=place.step, round=self.count + 1, interval=place.interval, active=active, watch=self._control.watch(),
-                timeout=self._control.timeout,
+                timeout=self._control.timeout, bound=True,
             )  # fmt: skip
         self.count += 1
         self.stepped = False

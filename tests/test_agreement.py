@@ -127,6 +127,31 @@ def test_equal_weights_are_silent_also_when_entered_again(engine: str) -> None:
     assert run_ranks(_twice, 2) == [[], []]
 
 
+def _changed_inside(rank: int, change: str) -> str:
+    """Alike on entry; then rank 1 alone changes its model."""
+    model = _model("", False)
+    with pytest.raises(LayoutMismatchError) as caught, LocalSGD(None, model, 2) as local_sgd:
+        for step in range(6):
+            if step == 3 and rank == 1:
+                if change == "added":
+                    model.append(nn.Linear(2, 2))
+                else:
+                    model[1].to(torch.bfloat16)
+            local_sgd.step()
+    assert local_sgd.num_syncs == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("added", "rank 0: nothing more; rank 1: tensor 2.weight"), ("dtype", "rank 1: tensor 1.weight: bfloat16")],
+)
+def test_a_model_that_changes_on_one_rank_is_an_error_on_every_rank(engine: str, change: str, said: str) -> None:
+    texts = run_ranks(_changed_inside, 2, change)
+    assert texts[0] == texts[1]
+    assert said in texts[0]
+
+
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8, torch.bool]), st.data())
 def test_a_checksum_sees_every_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     tensor = torch.zeros(3, 5, dtype=dtype) if dtype is torch.bool else values((3, 5), torch.float32, 3, 0).to(dtype)
