@@ -14,9 +14,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-# The fork server imports torch once; each rank is then forked from it in milliseconds.
+# The fork server imports torch once; each rank is then forked from it in milliseconds. An optimizer imports torch._dynamo at its
+# first step, which takes seconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "accelerate", "localsgd_ext", "hypothesis"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "accelerate", "localsgd_ext", "hypothesis"])
 
 
 environment: dict[str, str] = {}
