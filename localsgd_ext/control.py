@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from . import agreement
 from .collectives import Watch
 from .errors import LayoutMismatchError, LocalSGDError, PeerError, PeerTimeoutError
-from .mesh import CAPACITY, Broken, Mesh, Silent, Urgent
+from .mesh import CAPACITY, PROMPT_SECONDS, Broken, Mesh, Silent, Urgent
 
 ROLL_CALL = timedelta(seconds=5)
 """How long a rank whose averaging broke waits for the others to say that they are alive. Those that wait look for
@@ -170,19 +170,21 @@ class Control:
         if mesh is None:
             return error
         mesh.announce(_Announcement(-1, _first_line(error)).pack())
-        announced, gone, silent = mesh.roll_call(ROLL_CALL)
-        for rank, payloads in announced.items():
+        called = mesh.roll_call(ROLL_CALL)
+        for rank, payloads in called.announced.items():
             last = _Announcement.unpack(payloads[-1])
-            # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank.
-            if last.culprit >= 0 and not (last.culprit == rank and len(payloads) > 1):
+            # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank; and one that
+            # blames this rank was told by it.
+            if last.culprit not in (-1, self.rank) and not (last.culprit == rank and len(payloads) > 1):
                 return self._announced(last, rank)
-        if gone:
-            return self._gone(gone)
-        if silent:
+        if called.gone:
+            return self._gone(called.gone)
+        if slow := called.silent or called.late:
             broke = f"an averaging broke off on rank {self._me} ({_first_line(error)})"
-            waited = f"did not answer within {ROLL_CALL.total_seconds():g} s{self._last_seen(silent)}"
-            message = f"{broke}, and {self._name(silent)} {waited}: stopped, or the network is down"
-            return self._error(PeerTimeoutError, message, silent)
+            seconds = ROLL_CALL.total_seconds() if called.silent else PROMPT_SECONDS
+            waited = f"did not answer within {seconds:g} s{self._last_seen(slow)}"
+            message = f"{broke}, and {self._name(slow)} {waited}: stopped, or the network is down"
+            return self._error(PeerTimeoutError, message, slow)
         return error
 
     def fail(self, error: BaseException) -> None:

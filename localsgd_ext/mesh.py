@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Collection
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ CAPACITY = _SIZE - _HEAD.size
 _ORDINARY, _URGENT, _LONG = 0, 1, 2  # tags
 _ANNOUNCEMENTS = 2  # that a rank makes at most: that something is wrong, then what it is
 _FLUSH_SECONDS = 0.5
+PROMPT_SECONDS = 1.5
+"""A rank that waits in an averaging answers a roll call well within this."""
 
 
 class Broken(Exception):
@@ -71,6 +73,15 @@ class _Message:
     def payload(self) -> bytes:
         _, length = _HEAD.unpack_from(self._bytes)
         return bytes(self._bytes[_HEAD.size : _HEAD.size + length])
+
+
+class RollCall(NamedTuple):
+    """What each rank has announced; whose connection is gone; who stayed silent; and the first that was seen to answer late."""
+
+    announced: dict[int, list[bytes]]
+    gone: list[int]
+    silent: list[int]
+    late: list[int]
 
 
 class Mesh:
@@ -151,23 +162,27 @@ class Mesh:
             if payloads := self._announced(other):
                 raise Urgent(other, payloads[-1]) from None
 
-    def roll_call(self, timeout: timedelta) -> tuple[dict[int, list[bytes]], list[int], list[int]]:
-        """What each other rank has announced within `timeout`; the ranks whose connection is gone; and those that stay silent.
+    def roll_call(self, timeout: timedelta) -> RollCall:
+        """Ask who is there, and wait at most `timeout` for the answers. Nothing can be exchanged after it.
 
-        A rank that goes on with ordinary messages counts as alive. Nothing can be exchanged after it.
+        A rank that goes on with ordinary messages counts as there.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        begun = time.monotonic()
+        deadline = begun + timeout.total_seconds()
         announced: dict[int, list[bytes]] = {}
         gone: list[int] = []
         silent: list[int] = []
+        late: list[int] = []
         for other in self.others:
             with contextlib.suppress(RuntimeError):
                 self._urgent_receives[other][0].wait(_left(deadline))
             if payloads := self._announced(other):
                 announced[other] = payloads
+                if not late and time.monotonic() > begun + PROMPT_SECONDS:
+                    late.append(other)  # those after it may have answered long before
             elif self._rows[other].number <= self._sent:  # nothing came since the last exchange
                 (silent if time.monotonic() >= deadline else gone).append(other)
-        return announced, gone, silent
+        return RollCall(announced, gone, silent, late)
 
     def close(self) -> None:
         """Cut the connections: whoever waits for this rank is woken by that."""
