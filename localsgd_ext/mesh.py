@@ -8,6 +8,7 @@ announcement of a failure reaches a peer's memory at any time, whatever the peer
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 import time
 from collections.abc import Collection
@@ -222,7 +223,8 @@ class Mesh:
 
 
 def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    # Gloo counts whole milliseconds. One more, so that what times out does so after the deadline: before it, it is an error.
+    return timedelta(milliseconds=max(0, math.ceil(1000 * (deadline - time.monotonic()))) + 1)
 
 
 def _await_all(store: Store, rank: int, others: Collection[int], timeout: timedelta) -> None:
