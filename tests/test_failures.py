@@ -265,11 +265,12 @@ def _late(rank: int) -> float:
         model.weight.fill_(1.0 + rank)
         model.bias.fill_(1.0)
     local_sgd = LocalSGD(None, model, 1, timeout=datetime.timedelta(seconds=1 if rank == 0 else 20))
+    dist.barrier()
     if rank == 0:
         with pytest.raises(PeerTimeoutError), local_sgd:
             pass
     else:
-        time.sleep(1.5)
+        time.sleep(4)  # a store in a file counts whole seconds
     with pytest.warns(UserWarning, match="the weights of rank 1 differ"), local_sgd:
         local_sgd.step()
     return model.weight[0, 0].item()
