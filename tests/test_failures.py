@@ -269,8 +269,7 @@ def _late(rank: int) -> float:
     if rank == 0:
         with pytest.raises(PeerTimeoutError), local_sgd:
             pass
-    else:
-        time.sleep(4)  # a store in a file counts whole seconds
+    time.sleep(4)  # a store in a file counts whole seconds, and the second try waits no longer than the first
     with pytest.warns(UserWarning, match="the weights of rank 1 differ"), local_sgd:
         local_sgd.step()
     return model.weight[0, 0].item()
