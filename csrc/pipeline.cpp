@@ -119,6 +119,16 @@ void wait(c10d::Work& work, const Terms& terms) {
   }
 }
 
+// Gloo's threads let go of a collective a moment after its end. Were theirs the last reference, they would need Python's lock to
+// free the tensor in it, which aborts a process that is just exiting (pytorch#190489).
+void keep(const WorkPtr& work) {
+  static std::mutex mutex;
+  static auto* const kept = new std::deque<WorkPtr>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept->push_back(work);
+  if (kept->size() > 8) kept->pop_front();
+}
+
 // Collectives that may never end go on writing to their buffers, so these are never freed.
 void abandon(const WorkPtr& work) {
   static std::mutex mutex;
@@ -142,6 +152,7 @@ at::Tensor average(const std::vector<BoundBucket*>& buckets, int64_t slots, cons
   const auto land = [&] {
     const auto [bucket, work] = flying.front();
     wait(*work, terms);
+    if (bucket->buffer().is_cpu()) keep(work);
     flying.pop_front();
     if (!bucket->follow()) {
       bucket->apply(terms.divisor, sums_of(*bucket));

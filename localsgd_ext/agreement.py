@@ -13,8 +13,11 @@ def describe(options: Mapping[str, object], tensors: Iterable[tuple[str, str, to
     lines = [f"option {name}: {value}" for name, value in options.items()]
     first: dict[tuple[int, int], str] = {}
     for name, fate, tensor in tensors:
+        if tensor.is_nested:
+            lines.append(f"tensor {name}: {_dtype(tensor)}, nested, {fate}")
+            continue
         line = f"tensor {name}: {_dtype(tensor)} of shape {list(tensor.shape)}, {fate}"
-        if tensor.layout is torch.strided and not tensor.is_nested:
+        if tensor.layout is torch.strided:
             line += f", strides {list(tensor.stride())}, on {tensor.device.type}"
             tied = first.setdefault((tensor.data_ptr(), tensor.numel()), name) if tensor.numel() else name
             line += f", the same as {tied}" if tied != name else ""
@@ -54,11 +57,16 @@ def difference(descriptions: Sequence[Sequence[str]], ranks: Sequence[int]) -> s
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """A number for each tensor that differs, as good as surely, where any of its bits does. One pass, on the tensors' devices."""
-    sums = [_words(tensor).sum(dtype=torch.int32) for tensor in tensors]
+    sums = [_words(tensor).sum(dtype=torch.int32) for tensor in tensors if _has_bits(tensor)]
     if not sums:
         return []
     device = sums[0].device
     return [int(each) for each in torch.stack([each.to(device) for each in sums]).tolist()]
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    """Whether it has plain memory to look at; frozen parameters may be of any kind."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

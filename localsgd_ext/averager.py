@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -124,7 +124,7 @@ class Averager:
         dense = [self._dense(item) for item in items]
         flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
         specs = [self._spec(item, flat) for item, flat in zip(items, flats, strict=True)]
-        self.layout = _layout(specs)
+        self.layout = _layout(items, specs)
         if not specs:
             return
         bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
@@ -193,10 +193,14 @@ def _unmoved(items: Sequence[Item], places: list[list[object]]) -> bool:
     return all(all(map(operator.eq, map(place, tensors), was)) for place, was in zip(_PLACE, places, strict=True))
 
 
-def _layout(specs: Sequence[TensorSpec]) -> int:
-    """Of what has to be alike on all ranks for their buckets to match."""
-    lines = (f"{s.name} {s.numel} {s.dtype} {s.wire} {s.rule.value} {s.is_parameter}\n" for s in specs)
-    return zlib.crc32("".join(lines).encode())
+def _layout(items: Sequence[Item], specs: Sequence[TensorSpec]) -> int:
+    """Of what has to be alike on all ranks for their buckets, and the elements in them, to match."""
+    lines = (
+        f"{i.name} {list(i.tensor.shape)} {i.tensor.stride()} {i.tensor.dtype} {s.wire} {s.rule.value} {s.is_parameter}\n"
+        for i, s in zip(items, specs, strict=True)
+    )
+    digest = hashlib.sha256("".join(lines).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:

@@ -7,7 +7,6 @@ import enum
 import hashlib
 import struct
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +24,6 @@ from .mesh import CAPACITY, PROMPT_SECONDS, Broken, Mesh, Silent, Urgent
 ROLL_CALL = timedelta(seconds=5)
 """How long a rank whose averaging broke waits for the others to say that they are alive. Those that wait look for
 it every POLL_SECONDS."""
-
-
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many control planes this process has opened on each group: all ranks open them in the same order."""
 
 
 class Call(enum.IntEnum):
@@ -97,7 +92,7 @@ class Control:
         if not dist.is_gloo_available():
             raise LocalSGDError("this torch was built without Gloo, which ranks need to tell each other where they stand")
         self.rank, self.size = group.rank(), group.size()
-        self.timeout = timeout or _timeout_of(group)
+        self.timeout = min(timeout or _timeout_of(group), timedelta(days=365))
         self._group = group
         try:
             self.global_ranks = dist.get_process_group_ranks(group)  # by which errors name the ranks
@@ -191,7 +186,8 @@ class Control:
         """Tell the peers that this rank leaves with `error`, wherever they are, and cut the connections."""
         if self._mesh is None:
             return
-        if isinstance(error, PeerError) and error.ranks:
+        # A PeerError of another LocalSGD may name a rank that is no member here.
+        if isinstance(error, PeerError) and error.ranks and error.ranks[0] in self.global_ranks:
             self._mesh.announce(_Announcement(self.global_ranks.index(error.ranks[0]), str(error)).pack())
         else:
             self._mesh.announce(_Announcement(self.rank, _first_line(error)).pack())
@@ -204,27 +200,26 @@ class Control:
             self._mesh = None
 
     def _open(self) -> Mesh:
-        number = _opened.get(self._group, 0)
         members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
         try:
             name = str(self._group.group_name)
         except (RuntimeError, AttributeError):
             name = ""
-        store = PrefixStore(f"localsgd_ext/{name}/{members}/{number}/", dist.distributed_c10d._get_default_store())
+        # Counted in the store, which may outlive this group and its processes: no two meshes may use the same keys.
+        store = PrefixStore(f"localsgd_ext/{name}/{members}/", dist.distributed_c10d._get_default_store())
+        number = (store.add("entries", 1) - 1) // self.size
         try:
-            mesh = Mesh(store, self.rank, self.size, self.timeout)
-        except Silent as silent:  # the number can be used again, once all are there
+            return Mesh(PrefixStore(f"{number}/", store), self.rank, self.size, self.timeout)
+        except Silent as silent:
+            store.add("entries", -1)  # for the next try, or for those that come late
             raise self._timed_out(
                 "enter LocalSGD", silent.ranks, "; all ranks must enter it, in the same order if there are several"
             ) from None
         except RuntimeError as error:
-            _opened[self._group] = number + 1
             raise LocalSGDError(
                 f"rank {self._me} cannot connect to the others through Gloo, over which ranks tell each other where they stand; "
                 f"set GLOO_SOCKET_IFNAME to the network interface that reaches them ({_first_line(error)})"
             ) from error
-        _opened[self._group] = number + 1
-        return mesh
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         if self._mesh is None:
@@ -316,7 +311,7 @@ class _Announcement:
     text: str
 
     def pack(self) -> bytes:
-        return self.culprit.to_bytes(8, "little", signed=True) + self.text.encode()[: CAPACITY - 8]
+        return self.culprit.to_bytes(8, "little", signed=True) + self.text.encode(errors="replace")[: CAPACITY - 8]
 
     @classmethod
     def unpack(cls, payload: bytes) -> _Announcement:
@@ -324,7 +319,10 @@ class _Announcement:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # an exception that cannot even be printed
+        lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -66,7 +66,8 @@ class LocalSGD:
     a rank's weights count if it has trained since the last one, until all are done. All leave with the same weights.
 
     Attributes:
-        num_steps: counted steps. num_syncs: averagings done. enabled: whether this object averages at all.
+        num_steps: counted steps; where ranks had different numbers of batches, that of the longest once all have left the
+        block. num_syncs: averagings done. enabled: whether this object averages at all.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; the message says what is.
@@ -191,8 +192,11 @@ class LocalSGD:
                 if exc is not None:
                     self._rounds.fail(exc)
                 else:
-                    # Ranks may have counted different numbers of steps. When they go on, their averagings fall due together again.
-                    self._round_began = self.num_steps - self._rounds.serve(self._place)
+                    # Ranks may have counted different numbers of steps. They go on from the same place, so that the schedule gives all
+                    # of them the same rounds.
+                    place = self._rounds.serve(self._place)
+                    self.num_steps, self._interval = place.step, place.interval
+                    self._round_began = place.step - place.phase
         except BaseException as error:
             if self._rounds is not None:
                 self._rounds.fail(error)

@@ -120,6 +120,9 @@ class Mesh:
         self._send(self._sent, payload, self._outgoing, _ORDINARY)
         for other in self.others:
             self._wait(other, deadline)
+            if self._rows[other].number != self._sent:
+                self.peek()
+                raise Broken(other)
         payloads = [payload if rank == self.rank else self._rows[rank].payload for rank in range(self.size)]
         for other in self.others:
             self._post(other)
@@ -151,6 +154,9 @@ class Mesh:
     def announce(self, payload: bytes) -> None:
         """Send an urgent message to everyone who can still be reached, without waiting for anyone to look at it."""
         self._send(1, payload, _Message(), _URGENT)
+        # Wakes those that wait for an ordinary one. Cutting the connections would not, where a forked process (a data loader's) still
+        # holds them open.
+        self._send(0, b"", _Message(), _ORDINARY)
         deadline = time.monotonic() + _FLUSH_SECONDS
         for work in self._sends:
             with contextlib.suppress(RuntimeError):
@@ -175,14 +181,18 @@ class Mesh:
         silent: list[int] = []
         late: list[int] = []
         for other in self.others:
-            with contextlib.suppress(RuntimeError):
+            timed_out = False
+            try:
                 self._urgent_receives[other][0].wait(_left(deadline))
+            except RuntimeError as error:
+                # The first that times out closes all other connections, too, for that reason.
+                timed_out = "timeout" in str(error).lower() or "timed out" in str(error).lower()
             if payloads := self._announced(other):
                 announced[other] = payloads
                 if not late and time.monotonic() > begun + PROMPT_SECONDS:
                     late.append(other)  # those after it may have answered long before
             elif self._rows[other].number <= self._sent:  # nothing came since the last exchange
-                (silent if time.monotonic() >= deadline else gone).append(other)
+                (silent if timed_out else gone).append(other)
         return RollCall(announced, gone, silent, late)
 
     def close(self) -> None:
@@ -228,11 +238,22 @@ def _left(deadline: float) -> timedelta:
 
 
 def _await_all(store: Store, rank: int, others: Collection[int], timeout: timedelta) -> None:
-    """Building connections waits for everyone without saying for whom, so everyone signs in first."""
+    """Building connections waits for everyone without saying for whom, so everyone signs in first, and out again on giving up."""
     deadline = time.monotonic() + timeout.total_seconds()
+    store.delete_key(f"left/{rank}")
     store.set(f"here/{rank}", "1")
+    missing: list[int] = []
     try:
         for other in others:
             store.wait([f"here/{other}"], _left(deadline))
     except RuntimeError:
-        raise Silent([each for each in others if not store.check([f"here/{each}"])]) from None
+        missing = [other for other in others if not store.check([f"here/{other}"])]
+    while not missing:
+        left = [other for other in others if store.check([f"left/{other}"])]  # they may be on their way back
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            missing = left
+        time.sleep(0.05)
+    store.set(f"left/{rank}", "1")
+    raise Silent(missing)

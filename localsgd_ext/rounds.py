@@ -108,16 +108,17 @@ class Rounds:
                 self._replace_by_mean(items, active, place)
         return standings
 
-    def serve(self, place: Place) -> int:
+    def serve(self, place: Place) -> Place:
         """This rank has no more batches: take part in the others' averagings until all are done, and in the closing one.
 
-        Gives the phase of the rank that has counted most steps, for all to go on with together.
+        Gives the place of the rank that has counted most steps, for all to go on from together.
         """
         standings = self.average(Call.EXIT, place)
         while any(standing.call is not Call.EXIT for standing in standings):
             standings = self.average(Call.EXIT, place)
         self.settle()
-        return max(standings, key=lambda standing: standing.step).phase
+        furthest = max(standings, key=lambda standing: standing.step)
+        return Place(furthest.step, furthest.interval, furthest.phase)
 
     @contextlib.contextmanager
     def own_weights_after(self) -> Iterator[None]:
@@ -171,7 +172,9 @@ class Rounds:
             return news
         ranks = self._control.global_ranks
         found = ", ".join(f"rank {ranks[rank]} (first in {items[index].name!r})" for rank, index in bad.items())
-        if self._nonfinite == "raise" or len(bad) == sum(news):
+        if len(bad) == sum(news):  # then the last average, which ranks without news still hold
+            news = [standing.bad < 0 for standing in standings]
+        if self._nonfinite == "raise" or not any(news):
             raise NonFiniteError(
                 f"NaN or inf in the parameters of {found} at step {step}; nothing was averaged. Lower the learning rate or clip gradients; "
                 "nonfinite='exclude' goes on with the healthy ranks, nonfinite='ignore' with everything"
@@ -203,9 +206,9 @@ class Rounds:
         """Around collectives: an error that another rank is to blame for becomes one that names it."""
         try:
             yield
-        except LocalSGDError:
+        except (LocalSGDError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except (RuntimeError, OSError) as error:  # what collectives raise; anything else is this rank's own
             cause = self._control.explain(error)
             if cause is error:
                 raise

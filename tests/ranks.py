@@ -29,11 +29,18 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, limit: float = 60.0, lost: int | None = None, **options: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit: float = 60.0,
+    lost: int | None = None,
+    daemon: bool = True,
+    **options: Any,
 ) -> list[Any]:
     """Call function(rank, *args, **options) on every rank and give the results in rank order.
 
-    function: a top-level function of a test module. lost: a rank that is not expected to end; its result is None. limit: seconds after which every rank still alive is killed, with its
+    function: a top-level function of a test module. lost: a rank that is not expected to end; its result is None. daemon: False for ranks
+    that start processes of their own. limit: seconds after which every rank still alive is killed, with its
     stack printed, and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +50,7 @@ def run_ranks(
             process = _context.Process(
                 target=_rank_main,
                 args=(theirs, function, rank, world_size, folder, limit, args, options, dict(environment)),
-                daemon=True,
+                daemon=daemon,
             )
             process.start()
             theirs.close()

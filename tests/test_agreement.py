@@ -135,6 +135,8 @@ def _changed_inside(rank: int, change: str) -> str:
             if step == 3 and rank == 1:
                 if change == "added":
                     model.append(nn.Linear(2, 2))
+                elif change == "strides":
+                    model[0].weight.data = model[0].weight.data.t().contiguous().t()
                 else:
                     model[1].to(torch.bfloat16)
             local_sgd.step()
@@ -144,7 +146,11 @@ def _changed_inside(rank: int, change: str) -> str:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("added", "rank 0: nothing more; rank 1: tensor 2.weight"), ("dtype", "rank 1: tensor 1.weight: bfloat16")],
+    [
+        ("added", "rank 0: nothing more; rank 1: tensor 2.weight"),
+        ("dtype", "rank 1: tensor 1.weight: bfloat16"),
+        ("strides", "trainable, strides [1, 6]"),
+    ],
 )
 def test_a_model_that_changes_on_one_rank_is_an_error_on_every_rank(engine: str, change: str, said: str) -> None:
     texts = run_ranks(_changed_inside, 2, change)

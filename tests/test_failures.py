@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -305,3 +306,91 @@ def test_an_averaging_that_fails_on_one_rank_alone_names_it_on_the_others() -> N
     assert other[0] == "PeerError"
     assert "rank 1" in other[1]
     assert "MemoryError: no room for 12 MB" in other[1]
+
+
+class _Endless(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _with_a_forked_worker(rank: int) -> tuple[str, tuple[int, ...], float]:
+    """A data loader's worker, forked inside the block, holds every connection open; and the failing process lives on."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    begun = time.monotonic()
+    outcome: tuple[str, tuple[int, ...]] = ("", ())
+    loader = torch.utils.data.DataLoader(_Endless(), num_workers=1, multiprocessing_context="fork", persistent_workers=True)
+    batches = None
+    try:
+        with LocalSGD(None, model, 2) as local_sgd:
+            batches = iter(loader)
+            for step in range(8):
+                next(batches)
+                if rank == 1 and step == 3:
+                    time.sleep(1)  # until the other waits in the handshake
+                    raise ValueError("mine")
+                local_sgd.step()
+    except (PeerError, ValueError) as error:
+        outcome = str(error), getattr(error, "ranks", ())
+    seconds = time.monotonic() - begun
+    dist.barrier()
+    return *outcome, seconds
+
+
+def test_a_failure_is_heard_though_a_forked_worker_holds_the_connections_open() -> None:
+    (text, named, seconds), (own, *_) = run_ranks(_with_a_forked_worker, 2, daemon=False)
+    assert (text, named) == ("rank 1 failed: ValueError: mine", (1,))
+    assert seconds < 15
+    assert own == "mine"
+
+
+def _two_groups(rank: int) -> tuple[str, tuple[int, ...]]:
+    """An outer LocalSGD over {0, 1}, {2, 3} and an inner one over {0, 2}, {1, 3}; rank 2 fails."""
+    outer_group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    inner_group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    models = [DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2)]
+    try:
+        with (
+            LocalSGD(None, models[0], 4, process_group=outer_group) as outer,
+            LocalSGD(None, models[1], 2, process_group=inner_group) as inner,
+        ):
+            for step in range(12):
+                if rank == 2 and step == 5:
+                    raise ValueError("mine")
+                inner.step()
+                outer.step()
+    except (PeerError, ValueError) as error:
+        return str(error), getattr(error, "ranks", ())
+    return "", ()
+
+
+def test_a_failure_heard_in_another_group_is_passed_on() -> None:
+    results = run_ranks(_two_groups, 4)
+    assert results[2] == ("mine", ())
+    assert results[0] == results[3] == ("rank 2 failed: ValueError: mine", (2,))
+    assert "rank 2 failed: ValueError: mine" in results[1][0]
+
+
+def _fresh_group(rank: int, folder: str) -> list[float]:
+    """The process group is made anew on the same store, as after an error."""
+    model = nn.Linear(2, 2)
+    seen = []
+    store = dist.FileStore(f"{folder}/again", 2)
+    for attempt in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(attempt), store), rank=rank, world_size=2)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(1.0)
+        with LocalSGD(None, model, 1) as local_sgd:
+            with torch.no_grad():
+                model.weight.fill_(2.0 + rank + attempt)
+            local_sgd.step()
+        seen.append(model.weight[0, 0].item())
+    return seen
+
+
+def test_a_fresh_process_group_can_be_entered(tmp_path: Path) -> None:
+    assert run_ranks(_fresh_group, 2, str(tmp_path)) == [[2.5, 3.5]] * 2
