@@ -7,18 +7,29 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .anchors import Anchors
 from .backends import Backend, BoundBucket, check_backend, pick
 from .backends.reference import ReferenceBackend
 from .collectives import SLOTS, Terms, Watch, all_reduce
 from .errors import LocalSGDError
+from .items import Item, check_in_place, unexpanded
 from .layout import Rule, Table, TensorSpec, is_dense, plan
 from .report import PendingReport, SyncReport
-from .wire import AVERAGEABLE, allreduce_bytes, broadcast_bytes, check_wire, real_dtype, wire_dtype
+from .wire import (
+    AVERAGEABLE,
+    Chunks,
+    Code,
+    Wire,
+    allreduce_bytes,
+    broadcast_bytes,
+    check_wire,
+    exchange_bytes,
+    travels_as,
+)
 
 DEFAULT_BUCKET_MB = {"cpu": 4.0}
 """MiB of one staging buffer by device type, chosen by measuring (benchmarks/averaging.py --bucket-mb)."""
@@ -26,44 +37,84 @@ DEFAULT_BUCKET_MB = {"cpu": 4.0}
 DEFAULT_BUCKET_MB_ELSEWHERE = 32.0
 
 
-class Item(NamedTuple):
-    """A tensor to be averaged in place (or to follow rank 0), with the name that errors show."""
-
-    name: str
-    tensor: torch.Tensor
-    rule: Rule = Rule.MEAN
-    is_parameter: bool = True
-
-
 class Averager:
     """Averages lists of tensors in place over a process group; keeps the layout and the buffers between calls.
 
-    group: the ranks that average with each other. wire: see `LocalSGD`. bucket_mb: MiB of one staging buffer, None for the
-    device's default; extra memory is SLOTS + 1 of them (one more for 16-bit parameters), never a copy of the model, save that a
-    tensor with gaps in its memory (a slice of a larger one) is copied while it is averaged.
+    group: the ranks that average with each other. wire: see `LocalSGD`, or EXACT. bucket_mb: MiB of one staging buffer, None for the
+    device's default; extra memory is SLOTS + 1 of them (one more for 16-bit parameters, twice as many for a lossy wire), never a copy of the
+    model, save that a tensor with gaps in its memory (a slice of a larger one) is copied while it is averaged.
+
+    A lossy wire carries differences to an anchor, which is to be set by `agree` where all ranks hold the same, and with it what
+    rounding dropped: two float32 for each element of the parameters (float64 for float64). state_device: where these are, None for beside them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire: str, backend: str, bucket_mb: float | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wire: str,
+        backend: str,
+        bucket_mb: float | None,
+        state_device: torch.device | None = None,
+    ) -> None:
         self.group = group
         self.world_size = group.size()
         self.rank = group.rank()
         self._wire = wire
         self._backend = backend
         self._bucket_mb = bucket_mb
+        self._state_device = state_device
         # A wait with a time limit leaves the collective alone on Gloo; others may block for it, or give the collective up.
         self._can_watch = _is_gloo(group)
         self.release()
 
     def release(self) -> None:
-        """Drop the buffers and every view of the tensors, so that their memory can be freed; the next call makes them anew."""
+        """Drop the buffers, the anchor and every view of the tensors, so that their memory can be freed; the next call makes them anew."""
+        self._unbind()
+        self._anchors: Anchors | None = None
+
+    def _unbind(self) -> None:
         self._bound: Sequence[Item] = []
         self._places: list[list[object]] = [[] for _ in _PLACE]
+        self._flats: list[torch.Tensor] = []
         self._buckets: list[BoundBucket] = []
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wire_bytes = 0
         self.sums_in_float16 = False
         self._engine: Backend = ReferenceBackend()
         self.layout = 0  # a number that differs, as good as surely, between layouts of the tensors bound
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the tensors bound can travel as they are: their wire is exact, or there is an anchor for them."""
+        return self._anchors is None or self._anchors.agreed
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether some of the tensors bound travel in codes."""
+        return self._anchors is not None
+
+    def agree(self) -> None:
+        """All ranks hold the same tensors now: what they send from now on is the difference to these."""
+        if self._anchors is not None:
+            self._read_gaps()
+            self._anchors.set_to(self._flats)
+
+    def outdate(self) -> None:
+        """What was agreed on is no more what all ranks hold."""
+        if self._anchors is not None:
+            self._anchors.agreed = False
+
+    @torch.no_grad()
+    def pour_residual(self) -> None:
+        """Put back into the tensors what rounding has dropped from them; to be followed by `agree`, after an exact averaging."""
+        if self._anchors is not None:
+            self._read_gaps()
+            self._anchors.pour_into(self._flats)
+            self._write_gaps()
+
+    def fingerprint(self) -> int:
+        """Of the anchor, for a comparison with other ranks'; 0 where there is none."""
+        return 0 if self._anchors is None else self._anchors.fingerprint()
 
     def average(
         self,
@@ -88,18 +139,16 @@ class Averager:
         with torch.inference_mode(False), torch.no_grad():
             if not bound:
                 self.bind(items)
-            if not self._can_watch or not all(bucket.buffer.is_cpu for bucket in self._buckets):
+            if not self._can_watch or not all(flat.is_cpu for flat in self._flats):
                 watch = timeout = None
             terms = Terms(active[self.rank], sum(active), list(active).index(True), watch, timeout)
-            for tensor, dense in self._with_gaps:
-                dense.copy_(tensor)
+            self._read_gaps()
             try:
                 sums = self._engine.average(self._buckets, self.group, terms)
             except BaseException:
                 self.release()
                 raise
-            for tensor, dense in self._with_gaps:
-                tensor.copy_(dense)
+            self._write_gaps()
             # A total of its own: it goes on travelling while training does.
             distance_sq = sums[:1].clone() if terms.contributes else torch.zeros_like(sums[:1])
             mean_sq = sums[1]
@@ -120,30 +169,74 @@ class Averager:
     def _bind(self, items: Sequence[Item]) -> None:
         if _same(items, self._bound) and _unmoved(items, self._places):
             return
-        self.release()
+        self._unbind()
         dense = [self._dense(item) for item in items]
-        flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
+        self._flats = flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
         specs = [self._spec(item, flat) for item, flat in zip(items, flats, strict=True)]
-        self.layout = _layout(items, specs)
-        if not specs:
+        bucket_mb = self._bucket_mb
+        if bucket_mb is None and specs:
+            bucket_mb = DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
+        tables = plan(specs, int((bucket_mb or 0) * 2**20))
+        self.layout = _layout(items, specs, tables)
+        self._keep_anchors([table for table in tables if isinstance(table.wire, Code)])
+        if not tables:
             return
-        bucket_mb = self._bucket_mb or DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
-        tables = plan(specs, int(bucket_mb * 2**20))
 
         self._engine = pick(self._backend, {table.device.type for table in tables})
-        pools = {device: _pool(device, [t for t in tables if t.device == device]) for device in {t.device for t in tables}}
+        pools = {device: self._pool([t for t in tables if t.device == device]) for device in {t.device for t in tables}}
         self.sums_in_float16 = any(t.wire is torch.float16 and t.rule is Rule.MEAN for t in tables)
         for table in tables:
-            *staging, scratch = pools[table.device]
-            for bucket in table.buckets:
-                slot = staging[len(self._buckets) % SLOTS]
-                self._buckets.append(self._engine.bind(table, bucket, flats, slot, scratch))
-            payload = table.numel * table.wire.itemsize
-            if table.rule is Rule.FOLLOW:
-                self._wire_bytes += broadcast_bytes(payload, self.rank, self.world_size)
+            if isinstance(table.wire, Code):
+                self._bind_coded(table, table.wire, pools[table.device])
             else:
-                self._wire_bytes += allreduce_bytes(payload, self.world_size)
+                self._bind_values(table, table.wire, pools[table.device])
         self._bound, self._places = items, [[place(item.tensor) for item in items] for place in _PLACE]
+
+    def _bind_values(self, table: Table, wire: torch.dtype, pool: list[torch.Tensor]) -> None:
+        *staging, scratch = pool
+        for bucket in table.buckets:
+            slot = staging[len(self._buckets) % SLOTS]
+            self._buckets.append(self._engine.bind(table, bucket, self._flats, slot, scratch))
+        payload = table.numel * wire.itemsize
+        if table.rule is Rule.FOLLOW:
+            self._wire_bytes += broadcast_bytes(payload, self.rank, self.world_size)
+        else:
+            self._wire_bytes += allreduce_bytes(payload, self.world_size)
+
+    def _bind_coded(self, table: Table, code: Code, pool: list[torch.Tensor]) -> None:
+        assert self._anchors is not None
+        for bucket, state in zip(table.buckets, self._anchors.states(table), strict=True):
+            slot = pool[len(self._buckets) % SLOTS]
+            self._buckets.append(self._engine.bind_coded(table, bucket, self._flats, slot, state, self.rank, self.world_size))
+            self._wire_bytes += exchange_bytes(Chunks.of(bucket.numel, code, self.world_size), self.world_size)
+
+    def _keep_anchors(self, coded: list[Table]) -> None:
+        """An anchor stays while its layout does, wherever the tensors move. All ranks change their layouts together, or not at all."""
+        if not coded:
+            self._anchors = None
+        elif self._anchors is None or self._anchors.tables != coded:
+            self._anchors = Anchors(coded, self._state_device)
+
+    def _pool(self, tables: Sequence[Table]) -> list[torch.Tensor]:
+        """SLOTS staging buffers and one scratch buffer for measuring, as bytes, each as large as the largest bucket needs."""
+        staging = scratch = 0
+        for table in tables:
+            for bucket in table.buckets:
+                if isinstance(table.wire, Code):
+                    chunks = Chunks.of(bucket.numel, table.wire, self.world_size)
+                    staging = max(staging, 2 * chunks.count * chunks.nbytes)
+                else:
+                    staging = max(staging, bucket.numel * table.wire.itemsize)
+                    scratch = max(scratch, bucket.drift_numel * max(4, table.wire.itemsize))
+        return [torch.empty(size, dtype=torch.uint8, device=tables[0].device) for size in [staging] * SLOTS + [scratch]]
+
+    def _read_gaps(self) -> None:
+        for tensor, dense in self._with_gaps:
+            dense.copy_(tensor)
+
+    def _write_gaps(self) -> None:
+        for tensor, dense in self._with_gaps:
+            tensor.copy_(dense)
 
     def _dense(self, item: Item) -> torch.Tensor:
         """The tensor itself where its memory has no gaps, else a stand-in that is copied from and to it at each averaging."""
@@ -156,6 +249,7 @@ class Averager:
         return stand_in
 
     def _spec(self, item: Item, flat: torch.Tensor) -> TensorSpec:
+        wire: Wire
         if item.rule is Rule.FOLLOW:
             wire = flat.dtype
         else:
@@ -164,7 +258,7 @@ class Averager:
                     f"tensor {item.name!r} has dtype {item.tensor.dtype}, which has no mean; averaging takes floating-point and "
                     "complex tensors (freeze it with requires_grad=False to leave it out)"
                 )
-            wire = wire_dtype(flat.dtype, self._wire, item.name)
+            wire = travels_as(flat.dtype, self._wire, item.is_parameter)
         return TensorSpec(item.name, flat.numel(), flat.dtype, wire, flat.device, item.rule, item.is_parameter, flat.data_ptr())
 
 
@@ -177,7 +271,6 @@ _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
 """What the layout depends on beside the tensor itself: `tensor.data = other` may change all of it."""
 
 _tensor = operator.attrgetter("tensor")
-_version = operator.attrgetter("_version")
 
 
 def _same(items: Sequence[Item], bound: Sequence[Item]) -> bool:
@@ -193,13 +286,14 @@ def _unmoved(items: Sequence[Item], places: list[list[object]]) -> bool:
     return all(all(map(operator.eq, map(place, tensors), was)) for place, was in zip(_PLACE, places, strict=True))
 
 
-def _layout(items: Sequence[Item], specs: Sequence[TensorSpec]) -> int:
+def _layout(items: Sequence[Item], specs: Sequence[TensorSpec], tables: Sequence[Table]) -> int:
     """Of what has to be alike on all ranks for their buckets, and the elements in them, to match."""
     lines = (
         f"{i.name} {list(i.tensor.shape)} {i.tensor.stride()} {i.tensor.dtype} {s.wire} {s.rule.value} {s.is_parameter}\n"
         for i, s in zip(items, specs, strict=True)
     )
-    digest = hashlib.sha256("".join(lines).encode()).digest()
+    # Tied tensors travel once: that, too, has to be alike.
+    digest = hashlib.sha256(("".join(lines) + str([table.numel for table in tables])).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
@@ -213,65 +307,6 @@ def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
     return flat.view(torch.uint8) if rule is Rule.FOLLOW else flat
 
 
-def check_in_place(item: Item) -> None:
-    """Raise LocalSGDError for a tensor that has no ordinary memory to write an average to."""
-    tensor = item.tensor
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_inference():
-        kind = "an inference tensor" if tensor.is_inference() else f"a {tensor.layout} tensor of {tensor.dtype}"
-        raise LocalSGDError(
-            f"{item.name!r} is {kind}, which cannot be averaged in place"
-            + ("" if item.is_parameter else "; buffers='keep' leaves all buffers alone")
-        )
-
-
-def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without dimensions that repeat one element (stride 0), so that it can be written to."""
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def first_nonfinite(items: Sequence[Item]) -> int:
-    """The number of the first parameter that holds NaN or inf, or -1. Reads all parameters once, and waits for the device."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for item in items:
-        if item.is_parameter and item.tensor.numel():
-            groups.setdefault((item.tensor.device, item.tensor.dtype), []).append(item.tensor.detach())
-    with torch.no_grad():
-        norms = [torch.stack(torch._foreach_norm(tensors)).isfinite().all() for tensors in groups.values()]
-        if all(bool(finite) for finite in norms):
-            return -1
-        # A norm may be too large for its dtype where no element is.
-        bad = (n for n, item in enumerate(items) if item.is_parameter and not item.tensor.isfinite().all())
-        return next(bad, -1)
-
-
-def version(items: Sequence[Item]) -> tuple[int, int]:
-    """Two numbers that change when a parameter, or a buffer, is written to in place (as far as torch counts that: not through .data)
-    or moved."""
-    parameters = [item.tensor for item in items if item.is_parameter]
-    buffers = [item.tensor for item in items if not item.is_parameter]
-    return _version_of(parameters), _version_of(buffers)
-
-
-def _version_of(tensors: list[torch.Tensor]) -> int:
-    return sum(map(_version, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
-
-
-def averageable(tensor: torch.Tensor) -> bool:
-    """Whether a mean of this tensor over ranks is defined."""
-    return real_dtype(tensor.dtype) in AVERAGEABLE
-
-
-def _pool(device: torch.device, tables: Sequence[Table]) -> list[torch.Tensor]:
-    """SLOTS staging buffers and one scratch buffer for measuring, as bytes, each as large as the largest bucket needs."""
-    buckets = [(bucket, table.wire.itemsize) for table in tables for bucket in table.buckets]
-    staging = max(bucket.numel * itemsize for bucket, itemsize in buckets)
-    scratch = max(bucket.drift_numel * max(4, itemsize) for bucket, itemsize in buckets)
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in [staging] * SLOTS + [scratch]]
-
-
 def average_parameters(
     tensors: Iterable[torch.Tensor],
     group: dist.ProcessGroup | None = None,
@@ -281,8 +316,9 @@ def average_parameters(
     """Replace every tensor by its mean over the ranks of `group` (default: all), in place, and report what it took.
 
     tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order. wire:
-    "parameter" (each tensor's own dtype travels) or "float32". backend: "auto",
-    "native" or "torch". Without an initialised process
+    see `LocalSGD`; here there is no anchor, so one that cannot hold the tensors' dtype rounds their values, by at most half a step of
+    its code (bfloat16: 2^-9 of a value; float16, int8, int4: about 2^-12, 1/254 and 1/14 of the largest of 256 values that follow
+    each other), and above 2 ranks their mean again. backend: "auto", "native" or "torch". Without an initialised process
     group, or alone in it, there is nothing to average and the tensors stay as they are.
 
     Raises ValueError for an unknown wire or backend, LocalSGDError for a tensor without a mean (integers) and for a process

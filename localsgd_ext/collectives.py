@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 SLOTS = 3
 """Staging buffers per device: one bucket is packed or applied while up to SLOTS - 1 travel."""
@@ -41,6 +42,36 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, timeout: timedelt
     if timeout is not None:
         options.timeout = timeout
     return group.allreduce([tensor], options)
+
+
+def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Work:
+    """Start sending each rank its part of `input`, and filling `output` with the parts from all, in rank order.
+
+    Between two ranks there is only one part, of the other's. An all-to-all is Gloo's fastest collective: unlike an all-gather it
+    copies nothing besides.
+    """
+    split = [0, len(input)] if group.rank() == 0 else [len(input), 0]
+    splits = split if group.size() == 2 else []
+    options = dist.AllToAllOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    call = getattr(group, "all_to_all_single", None) or group.alltoall_base  # its name before torch 2.13
+    return call(output, input, splits, splits, options)
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Work:
+    """Start filling `output` with the first part of every rank's `input`, in rank order. The other parts are overwritten."""
+    first, *others = input.chunk(group.size())
+    if input.is_cpu:
+        for part in others:
+            part.copy_(first)
+        return all_to_all(output, input, group, timeout)
+    # NCCL knows which ranks share a machine, and sends a part only once between machines.
+    options = AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    call = getattr(group, "all_gather_single", None) or group._allgather_base
+    return call(output, first, options)
 
 
 _done: deque[dist.Work] = deque(maxlen=8)

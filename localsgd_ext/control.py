@@ -58,7 +58,7 @@ class Standing(NamedTuple):
 
     news: what has changed since the last averaging. bad: number of the first parameter that holds NaN or inf, else
     -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
-    layout: see `Averager`.
+    layout: see `Averager`. anchor: fingerprint of its anchor, where that is to be checked.
     """
 
     call: Call
@@ -68,6 +68,7 @@ class Standing(NamedTuple):
     interval: int
     phase: int
     layout: int = 0
+    anchor: int = 0
 
     def pack(self) -> bytes:
         return _STANDING.pack(*self)
@@ -78,7 +79,7 @@ class Standing(NamedTuple):
         return cls(_CALLS[call], _NEWS[news], *rest)
 
 
-_STANDING = struct.Struct("<7q")
+_STANDING = struct.Struct("<8q")
 _CALLS, _NEWS = tuple(Call), tuple(News)
 
 
@@ -132,6 +133,11 @@ class Control:
             named = zip(self.global_ranks, standings, strict=True)
             said = "; ".join(f"rank {rank}: {s.interval} steps" for rank, s in named if s.call is Call.STEP)
             raise LayoutMismatchError(f"the schedules of the ranks give rounds of different length ({said}); they must agree")
+        if differing := [rank for rank, each in enumerate(standings) if each.anchor != standings[0].anchor]:
+            raise LocalSGDError(
+                f"the anchors of {self._name(differing)} differ from {self._name([0])}'s at step {own.step}: what one of them received or "
+                "computed is not what the others did; go on from the last checkpoint, and report this"
+            )
         return standings
 
     def check_all_here(self) -> None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGN = 256
-"""Buckets start at multiples of this many elements: the block of the low-precision wires, so no block straddles two buckets."""
+from .wire import BLOCK, Wire, elements_in
+
+ALIGN = BLOCK
+"""Buckets start at multiples of this many elements, so that no block of a low-precision wire straddles two buckets."""
 
 
 class Rule(enum.Enum):
@@ -32,7 +34,7 @@ class TensorSpec:
     name: str
     numel: int
     dtype: torch.dtype
-    wire: torch.dtype
+    wire: Wire
     device: torch.device
     rule: Rule
     is_parameter: bool  # parameters count in the drift, buffers do not
@@ -64,7 +66,7 @@ class Table:
 
     device: torch.device
     dtype: torch.dtype
-    wire: torch.dtype
+    wire: Wire
     rule: Rule
     buckets: tuple[Bucket, ...]
 
@@ -90,7 +92,7 @@ def plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Table, ...]:
     Tables come in the order in which their first tensor does, parameters before buffers inside each, which is the same on
     every rank. Buckets of one table differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.
     """
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, Rule], list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, Wire, Rule], list[int]] = {}
     seen: set[tuple[int, int, torch.dtype]] = set()
     for index, spec in enumerate(specs):
         identity = (spec.address, spec.numel, spec.dtype)
@@ -99,7 +101,7 @@ def plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Table, ...]:
         seen.add(identity)
         groups.setdefault((spec.device, spec.dtype, spec.wire, spec.rule), []).append(index)
     return tuple(
-        Table(device, dtype, wire, rule, _cut(specs, members, max(1, bucket_bytes // wire.itemsize)))
+        Table(device, dtype, wire, rule, _cut(specs, members, elements_in(bucket_bytes, wire)))
         for (device, dtype, wire, rule), members in groups.items()
     )
 

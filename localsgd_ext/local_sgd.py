@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from . import backends, models
 from . import wire as wires
 from ._version import __version__
-from .averager import Averager, check_in_place, resolve_group
+from .averager import Averager, resolve_group
 from .control import Call, Control
 from .errors import LocalSGDError
+from .items import check_in_place
 from .report import SyncReport
 from .rounds import NONFINITE, Place, Rounds
 from .schedules import Schedule, as_schedule, checked_interval
@@ -50,7 +51,12 @@ class LocalSGD:
         enabled: False makes it do nothing but count steps, as does a run that is not distributed.
         count: "calls" counts every step(), as Accelerate does; "optimizer" only those at which gradients were applied,
             which the Accelerator knows; without one every call counts.
-        wire: element type that travels. "parameter": each tensor's own; "float32": sums 16-bit parameters in float32.
+        wire: what travels for a parameter. "parameter": its own dtype; "float32": sums 16-bit parameters in float32. A wire that cannot hold
+            the parameter's dtype exactly ("bfloat16", "float16", "int8", "int4"; "float32" for float64) carries the difference to the
+            last average instead, and what rounding drops goes into a later one (error feedback); it takes two float32 for
+            each element of the parameters (float64 for float64). float16, int8 and int4 share a scale among 256 values. Buffers, the
+            averagings asked for (synchronize(), averaged()) and the closing one always travel exactly.
+        state_device: where those two are kept: None for beside the parameters, or "cpu".
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
         nonfinite: a rank whose parameters hold NaN or inf when an averaging begins: "raise" NonFiniteError on every rank, before
@@ -60,7 +66,7 @@ class LocalSGD:
         backend: "native" (compiled), "torch" (pure PyTorch), or "auto": native where it is ready or can be built. Ranks may differ.
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
         timeout: how long to wait for the other ranks at an averaging; None for the process group's own timeout.
-        outer, overlap_steps, fragments, state_device: not available yet beyond their defaults.
+        outer, overlap_steps, fragments: not available yet beyond their defaults.
 
     Ranks may run out of batches at different times: who leaves the block early goes on serving the others' averagings, in which
     a rank's weights count if it has trained since the last one, until all are done. All leave with the same weights.
@@ -108,11 +114,11 @@ class LocalSGD:
             "outer": outer is not None,
             "overlap_steps": overlap_steps != 0,
             "fragments": fragments != 1,
-            "state_device": state_device is not None,
         }
         for argument, asked in later.items():
             if asked:
                 raise NotImplementedError(f"{argument} is not available yet; leave it at its default")
+        home = _state_device(state_device)
         if bucket_mb is not None and not (type(bucket_mb) in (int, float) and 0 < bucket_mb <= 65536):
             raise ValueError(f"bucket_mb must be a number of MiB > 0 and <= 65536, or None for the default; got {bucket_mb!r}")
         if timeout is not None and not isinstance(timeout, datetime.timedelta):
@@ -143,8 +149,6 @@ class LocalSGD:
         self._selection = models.Selection(model, buffers)
         for item in self._selection.items():
             check_in_place(item)
-            if item.is_parameter:
-                wires.wire_dtype(wires.real_dtype(item.tensor.dtype), wire, item.name)
         ddp = models.find_ddp(model)
         if process_group is None and ddp is not None:
             process_group = ddp.process_group
@@ -155,7 +159,8 @@ class LocalSGD:
         options = {"wire": wire, "buffers": buffers, "nonfinite": nonfinite, "count": count, "bucket_mb": bucket_mb}
         self._rounds = Rounds(
             self._selection,
-            Averager(group, wire, backend, bucket_mb),
+            Averager(group, wire, backend, bucket_mb, home),
+            Averager(group, wires.EXACT, backend, bucket_mb),
             Control(group, timeout),
             nonfinite,
             {"version of localsgd_ext": __version__, **options},
@@ -229,6 +234,8 @@ class LocalSGD:
             self._round_began = self.num_steps
             if self._interval > 0 or self._no_sync is not None or self._ddp is None or self._was_local:
                 self._average(Call.STEP)
+            elif self._rounds is not None:
+                self._rounds.moved_together()
             self._interval = checked_interval(self._schedule, self)
         if applied:
             # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
@@ -327,6 +334,13 @@ class LocalSGD:
             context.__exit__(None, None, None)
             if self._ddp is not None:
                 self._ddp.require_forward_param_sync = self._syncs_in_forward
+
+
+def _state_device(device: Any) -> torch.device | None:
+    """None for beside the parameters. Raises ValueError for anything but that or the CPU."""
+    if device is None or (isinstance(device, (str, torch.device)) and str(device) == "cpu"):
+        return None if device is None else torch.device("cpu")
+    raise ValueError(f"state_device must be None (beside the parameters) or 'cpu'; got {device!r}")
 
 
 def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from .averager import Item, averageable
 from .errors import LocalSGDError
+from .items import Item, averageable
 from .layout import Rule
 
 TRAINED, FROZEN = PARAMETER_FATES = ("trainable", "frozen")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,14 +11,18 @@ from typing import NamedTuple
 import torch
 
 from . import agreement
-from .averager import Averager, Item, first_nonfinite, unexpanded, version
+from .averager import Averager
 from .control import Call, Control, News, Standing
 from .errors import LocalSGDError, NonFiniteError
+from .items import Item, first_nonfinite, unexpanded, version
 from .layout import Rule
 from .models import PARAMETER_FATES, Selection
 from .report import PendingReport, SyncReport
 
 NONFINITE = ("raise", "exclude", "ignore")
+
+CHECK = "LOCALSGD_EXT_CHECK"
+"""Set to 1, makes every handshake compare the anchors of all ranks, bit by bit. Slow: for debugging."""
 
 
 class Place(NamedTuple):
@@ -31,15 +36,25 @@ class Place(NamedTuple):
 class Rounds:
     """The averagings of one LocalSGD.
 
-    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name.
+    averager: for the averagings between local steps. exact: for those that round nothing away: the ones asked for, the closing one, and wherever
+    the ranks have no anchor in common. nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name.
     """
 
     def __init__(
-        self, selection: Selection, averager: Averager, control: Control, nonfinite: str, options: Mapping[str, object]
+        self,
+        selection: Selection,
+        averager: Averager,
+        exact: Averager,
+        control: Control,
+        nonfinite: str,
+        options: Mapping[str, object],
     ) -> None:
         self._selection = selection
         self._averager = averager
+        self._exact = exact
         self._control = control
+        self._checks = os.environ.get(CHECK, "") not in ("", "0")
+        self._rounded = False  # whether the last averaging has dropped something, which is still to be sent
         self._nonfinite = nonfinite
         self._options = options
         self._pending: PendingReport | None = None
@@ -66,12 +81,20 @@ class Rounds:
     def begin(self, place: Place) -> None:
         """Make sure that all ranks hold the same tensors, options and weights; where the weights differ, take rank 0's."""
         self.agree(place, equal=True)
-        self.stepped = False
-        self._version = version(self._selection.items())
+        items = self._selection.items()
+        self._averager.bind(items)
+        self._averager.agree()
+        self.stepped = self._rounded = False
+        self._version = version(items)
 
     def agree(self, place: Place, equal: bool = False) -> None:
         """Make sure that all ranks hold the same tensors and options. equal: see `begin`."""
-        options = {**self._options, "local_sgd_steps": place.interval, "steps into the round": place.phase}
+        options = {
+            **self._options,
+            CHECK: self._checks,
+            "local_sgd_steps": place.interval,
+            "steps into the round": place.phase,
+        }
         described = self._selection.described()
         parameters = [tensor for _, fate, tensor in described if fate in PARAMETER_FATES]
         lines = agreement.describe(options, described)
@@ -85,10 +108,11 @@ class Rounds:
             stacklevel=5,
         )
         with self._blaming():
-            self._averager.average(
+            self._exact.average(
                 [Item(name, tensor, Rule.FOLLOW, is_parameter=False) for name, _, tensor in described],
                 step=0, round=0, interval=0, watch=self._control.watch(), timeout=self._control.timeout,
             ).result(self._control.watch())  # fmt: skip
+        self._exact.release()
 
     def average(self, call: Call, place: Place) -> list[Standing]:
         """Meet the other ranks, and average if one of them has something new; gives where they stood."""
@@ -96,7 +120,8 @@ class Rounds:
         items = self._selection.items()
         bad = -1 if self._nonfinite == "ignore" else first_nonfinite(items)
         self._averager.bind(items)
-        own = Standing(call, self._news(), bad, *place, self._averager.layout)
+        anchor = self._averager.fingerprint() if self._checks else 0
+        own = Standing(call, self._news(), bad, *place, self._averager.layout, anchor)
         standings = self._control.meet(own, lambda: agreement.describe({}, self._selection.described()))
         common = min(standing.call for standing in standings)  # what those that still train are doing, if any are
         active = self._active(standings, common, items, place.step)
@@ -105,7 +130,7 @@ class Rounds:
             # A rank that serves others in averaged() puts its own weights back as they do.
             lent = common is Call.AVERAGED and call is Call.EXIT
             with self.own_weights_after() if lent else contextlib.nullcontext():
-                self._replace_by_mean(items, active, place)
+                self._replace_by_mean(items, active, place, common)
         return standings
 
     def serve(self, place: Place) -> Place:
@@ -137,6 +162,10 @@ class Rounds:
             parameters, buffers = version(items)
             self._version = parameters, buffers if news is News.NOTHING else -1
 
+    def moved_together(self) -> None:
+        """The ranks have trained in step, without an averaging: their last agreement is out of date, and the next averaging is exact."""
+        self._averager.outdate()
+
     def fail(self, error: BaseException) -> None:
         """This rank gives up: tell the others, start nothing more, and wait for nothing."""
         if self._pending is not None:
@@ -147,6 +176,7 @@ class Rounds:
     def release(self) -> None:
         """Hold no tensor and no buffer until the next averaging."""
         self._averager.release()
+        self._exact.release()
         self._selection.release()
 
     def _news(self) -> News:
@@ -165,8 +195,9 @@ class Rounds:
         """
         most = max(standing.news for standing in standings)
         news = [standing.news is most is not News.NOTHING for standing in standings]
-        if common in (Call.SYNCHRONIZE, Call.AVERAGED) and not any(news):
-            news = [standing.call is common for standing in standings]  # asked for, though nothing was seen to change
+        if not any(news) and (common in (Call.SYNCHRONIZE, Call.AVERAGED) or (common is Call.EXIT and self._rounded)):
+            # Asked for, though nothing was seen to change; or the last averaging left something unsent.
+            news = [standing.call is common for standing in standings]
         bad = {rank: s.bad for rank, s in enumerate(standings) if news[rank] and s.bad >= 0}
         if not bad:
             return news
@@ -186,17 +217,30 @@ class Rounds:
         )
         return [each and rank not in bad for rank, each in enumerate(news)]
 
-    def _replace_by_mean(self, items: Sequence[Item], active: Sequence[bool], place: Place) -> None:
+    def _replace_by_mean(self, items: Sequence[Item], active: Sequence[bool], place: Place, common: Call) -> None:
+        exact = self._averager.is_lossy and (common is not Call.STEP or not self._averager.agreed)
+        # averaged() gives all ranks their own weights back: for the anchor it has never been.
+        agrees = exact and common is not Call.AVERAGED
+        averager = self._exact if exact else self._averager
+        if agrees and active[self._control.rank]:
+            self._averager.pour_residual()
         with self._blaming():
-            self._pending = self._averager.average(
+            self._pending = averager.average(
                 items, step=place.step, round=self.count + 1, interval=place.interval, active=active, watch=self._control.watch(),
-                timeout=self._control.timeout, bound=True,
+                timeout=self._control.timeout, bound=not exact,
             )  # fmt: skip
+        if agrees:
+            self._averager.agree()
+            self._rounded = False
+        elif not exact:
+            self._rounded = self._averager.is_lossy
+        if exact:
+            self._exact.release()  # its buffers are seldom needed
         self.count += 1
         self.stepped = False
         self._version = version(items)
         # All summands are finite, and only in float16 can their sum not be.
-        if self._nonfinite != "ignore" and self._averager.sums_in_float16 and not self._pending.mean_sq.isfinite():
+        if self._nonfinite != "ignore" and averager.sums_in_float16 and not self._pending.mean_sq.isfinite():
             raise NonFiniteError(
                 f"the sum over ranks overflowed float16 at step {place.step}, so the average holds inf; use wire='float32'"
             )

@@ -7,7 +7,7 @@ and use the same layout on the wire, so that ranks with different engines can av
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,38 @@ BACKENDS = ("auto", "native", "torch")
 
 
 class BoundBucket(Protocol):
-    """One bucket tied to the memory of its tensors and to a staging buffer.
+    """One bucket tied to the memory of its tensors and to staging buffers, on its way through one averaging.
 
-    Between `pack` and `apply` the caller sums `buffer` over the ranks (or broadcasts it, by the table's rule). Nothing but
-    `apply` writes to the tensors, so a failure before it leaves them as they were.
+    Nothing but the last step of that way writes to the tensors, so a failure before it leaves them as they were.
     """
 
-    buffer: torch.Tensor  # what travels: shape (bucket.numel,), the table's wire dtype
-    follow: bool  # one rank's buffer is broadcast, rather than the sum taken
 
-    def pack(self) -> None:
-        """Copy the tensors into `buffer`, rounding to the wire dtype (exact for the exact wires)."""
+class State:
+    """A bucket's part of the anchor and the residual: flat, in the dtype of `wide_dtype`.
 
-    def apply(self, divisor: int) -> Any:
-        """Divide the sum by `divisor` in the wire dtype and copy it back, rounding once to the tensors' dtype.
+    here: where to compute with them if they live on another device, else None; shared by all buckets, since its use ends with each
+    step of a bucket's way.
+    """
 
-        Gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, or None where it holds none.
-        """
+    def __init__(self, anchor: torch.Tensor, residual: torch.Tensor, here: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.anchor, self.residual = anchor, residual
+        self.anchor_here, self.residual_here = here or (anchor, residual)
+
+    def fetch_anchor(self) -> torch.Tensor:
+        return _moved(self.anchor, self.anchor_here)
+
+    def store_anchor(self) -> None:
+        _moved(self.anchor_here, self.anchor)
+
+    def fetch_residual(self) -> torch.Tensor:
+        return _moved(self.residual, self.residual_here)
+
+    def store_residual(self) -> None:
+        _moved(self.residual_here, self.residual)
+
+
+def _moved(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return target if target is source else target.copy_(source, non_blocking=True)
 
 
 class Backend(Protocol):
@@ -55,8 +70,21 @@ class Backend(Protocol):
         measuring, likewise shared; its use ends with each call.
         """
 
+    def bind_coded(
+        self,
+        table: Table,
+        bucket: Bucket,
+        flats: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        state: State,
+        rank: int,
+        size: int,
+    ) -> BoundBucket:
+        """As `bind`, for a table whose wire is a code. staging: twice the bytes of the bucket's `Chunks`. state: the bucket's part. rank,
+        size: of the group."""
+
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
-        """Pack, exchange and apply all buckets in a pipeline of SLOTS staging buffers, in order.
+        """Pack, exchange and apply all buckets in a pipeline of SLOTS staging buffers; bucket k uses number k % SLOTS.
 
         Gives [||local - mean||^2, ||mean||^2], float64 (float32 where a device has no other), shape (2,). Raises what a collective
         or `terms.watch` raises; every element then holds its local or its averaged value, but collectives may still be in flight and

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from ..collectives import SLOTS, Terms, abandon, all_reduce, wait
 from ..layout import Bucket, Rule, Table
-from . import BoundBucket
+from . import BoundBucket, State
+from .coded import CodedBucket, divide
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Bucket(Protocol):
+    """The way of a bucket through one averaging, in calls that follow each other when the collective before has ended."""
+
+    def start(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
+        """Pack, and start the first collective."""
+
+    def advance(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work | None:
+        """Start the second collective, if there is one."""
+
+    def finish(self, group: dist.ProcessGroup, terms: Terms) -> Pair | None:
+        """Write to the tensors. Gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, or None where there are none."""
 
 
 class ReferenceBackend:
@@ -23,39 +40,45 @@ class ReferenceBackend:
     ) -> ReferenceBucket:
         return ReferenceBucket(table, bucket, flats, staging, scratch)
 
+    def bind_coded(
+        self,
+        table: Table,
+        bucket: Bucket,
+        flats: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        state: State,
+        rank: int,
+        size: int,
+    ) -> CodedBucket:
+        return CodedBucket(table, bucket, flats, staging, state, rank, size)
+
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Bucket k is packed while k - 1 travels and k - 2 is copied back."""
-        flying: deque[tuple[BoundBucket, dist.Work]] = deque()
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        flying: deque[tuple[int, _Bucket, dist.Work, bool]] = deque()  # the last: whether that was its first collective
+        pairs: list[Pair] = []
 
         def land() -> None:
-            bucket, work = flying[0]
+            index, bucket, work, first = flying[0]
             wait(work, terms.watch)
             flying.popleft()
-            if not bucket.follow:
-                pair = bucket.apply(terms.divisor)
-                if pair is not None:
-                    pairs.append(pair)
-            elif group.rank() != terms.root:
-                bucket.apply(1)
+            if first and (more := bucket.advance(group, terms)) is not None:
+                flying.append((index, bucket, more, False))
+            elif (pair := bucket.finish(group, terms)) is not None:
+                pairs.append(pair)
 
         try:
-            for bucket in buckets:
+            for index, bucket in enumerate(cast("Sequence[_Bucket]", buckets)):
                 # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
-                if len(flying) == SLOTS:
+                while any(other == index - SLOTS for other, *_ in flying):
                     land()
-                if terms.contributes or bucket.follow:
-                    bucket.pack()
-                else:
-                    bucket.buffer.zero_()
-                flying.append((bucket, _send(bucket, group, terms)))
+                flying.append((index, bucket, bucket.start(group, terms), True))
             while flying:
                 land()
         except BaseException:
-            for _, work in flying:
+            for _, _, work, _ in flying:
                 abandon(work)
             raise
-        device = pairs[0][0].device if pairs else buckets[0].buffer.device if buckets else torch.device("cpu")
+        device = pairs[0][0].device if pairs else torch.device("cpu")
         wide = torch.float32 if device.type == "mps" else torch.float64
         sums = torch.zeros(2, dtype=wide, device=device)
         for pair in pairs:
@@ -64,11 +87,15 @@ class ReferenceBackend:
 
 
 class ReferenceBucket:
-    """See `BoundBucket`. All views are made once, here: with many small tensors making them costs more than copying."""
+    """A bucket of values. All views are made once, here: with many small tensors making them costs more than copying.
+
+    buffer: what travels, shape (bucket.numel,), the table's wire dtype. follow: one rank's buffer is broadcast, rather than the sum taken.
+    """
 
     def __init__(
         self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
     ) -> None:
+        assert isinstance(table.wire, torch.dtype)
         self.follow = table.rule is Rule.FOLLOW
         self.buffer = staging[: bucket.numel * table.wire.itemsize].view(table.wire)
         sizes = [segment.numel for segment in bucket.segments]
@@ -83,14 +110,39 @@ class ReferenceBucket:
         self._measured = self._tensors[:count]
         self._measured_staged = list(self._scratch.split(sizes[:count])) if count else []
 
+    def start(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
+        if terms.contributes or self.follow:
+            self.pack()
+        else:
+            self.buffer.zero_()
+        if not self.follow:
+            return all_reduce(self.buffer, group, terms.timeout)
+        broadcast = dist.BroadcastOptions()
+        broadcast.rootRank = terms.root
+        if terms.timeout is not None:
+            broadcast.timeout = terms.timeout
+        return group.broadcast([self.buffer], broadcast)
+
+    def advance(self, group: dist.ProcessGroup, terms: Terms) -> None:
+        """One collective is all."""
+
+    def finish(self, group: dist.ProcessGroup, terms: Terms) -> Pair | None:
+        if not self.follow:
+            return self.apply(terms.divisor)
+        if group.rank() != terms.root:
+            self.apply(1)
+        return None
+
     def pack(self) -> None:
+        """Copy the tensors into `buffer`, rounding to the wire dtype (exact for the exact wires)."""
         if self._exact and len(self._tensors) > 1:
             torch.cat(self._tensors, out=self.buffer)
         else:
             torch._foreach_copy_(self._staged, self._tensors)
 
-    def apply(self, divisor: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        self._divide(divisor)
+    def apply(self, divisor: int) -> Pair | None:
+        """Divide the sum by `divisor` in the wire dtype and copy it back, rounding once to the tensors' dtype."""
+        divide(self.buffer, divisor)
         if not self._measured:
             torch._foreach_copy_(self._tensors, self._staged)
             return None
@@ -105,24 +157,6 @@ class ReferenceBucket:
         if mean.dtype != scratch.dtype:
             mean = scratch.copy_(mean)
         return distance_sq, torch.dot(mean, mean)
-
-    def _divide(self, divisor: int) -> None:
-        if divisor == 1:
-            return
-        if divisor & (divisor - 1) == 0:
-            self.buffer.mul_(1.0 / divisor)  # exact for a power of two, hence the same bits as dividing, and faster
-        else:
-            self.buffer.div_(divisor)
-
-
-def _send(bucket: BoundBucket, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
-    if bucket.follow:
-        broadcast = dist.BroadcastOptions()
-        broadcast.rootRank = terms.root
-        if terms.timeout is not None:
-            broadcast.timeout = terms.timeout
-        return group.broadcast([bucket.buffer], broadcast)
-    return all_reduce(bucket.buffer, group, terms.timeout)
 
 
 def _slice(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:

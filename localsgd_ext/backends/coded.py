@@ -1,0 +1,185 @@
+"""Buckets of codes in pure PyTorch: the difference to the anchor is encoded with error feedback, and the anchor moves by the mean.
+
+Error feedback: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847. Every rank decodes the same bytes by the same
+arithmetic, so the anchors stay equal to the last bit; no product is fused into an addition, so engines agree likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import Terms, all_gather, all_to_all
+from ..layout import Bucket, Table
+from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, wide_dtype
+from . import State
+
+LEVELS = {Code.INT8: 127.0, Code.INT4: 7.0}
+"""The largest code."""
+
+_TINY = torch.finfo(torch.float32).tiny
+_EXPONENT = 0x7F800000
+_FLOAT16_TOP = 14 << 23  # exponent of the largest value of a block in float16: below 2^15
+
+
+def encode(v: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the codes of v, float32 or float64 of shape (blocks, 256), and leave in v what they drop.
+
+    codes: bytes, shape (blocks, 256 * bits / 8). scales: bfloat16, shape (blocks, 1), if the code has them. A block that holds NaN or inf
+    gets the scale NaN (a single value becomes NaN or inf where there are no scales), one whose scale would be subnormal 0; of the
+    former nothing is kept as dropped, of the latter all.
+    """
+    v32 = v.float()
+    if code.scaled:
+        scale, inverse = scale_of(v32.abs().amax(1, keepdim=True), code)
+        scales.copy_(scale)
+        v32 = torch.where(inverse.isfinite(), v32, 0.0) * inverse.nan_to_num()
+    if code is Code.FLOAT32 or code is Code.BFLOAT16 or code is Code.FLOAT16:
+        dtype: torch.dtype = getattr(torch, code.value)
+        codes.view(dtype).copy_(v32)
+    else:
+        whole = v32.round_().to(torch.int8)
+        if code is Code.INT4:
+            low, high = whole.view(torch.uint8).split(BLOCK // 2, 1)
+            codes.copy_((low & 15) | (high << 4))
+        else:
+            codes.view(torch.int8).copy_(whole)
+    dropped = v.sub_(decode(code, codes, scales))
+    dropped.masked_fill_(~dropped.isfinite(), 0.0)
+
+
+def decode(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The values of codes, float32, shape (blocks, 256)."""
+    if code is Code.INT4:
+        # Both nibbles, with their signs.
+        values = torch.cat([(codes << 4).view(torch.int8) >> 4, codes.view(torch.int8) >> 4], 1).float()
+    else:
+        values = codes.view(getattr(torch, code.value)).float()
+    return values.mul_(scales.float()) if code.scaled else values
+
+
+def scale_of(largest: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and its inverse, float32, for blocks whose largest absolute value this is; inverse NaN where that is not finite."""
+    if code is Code.FLOAT16:
+        bits = (largest.view(torch.int32) & _EXPONENT) - _FLOAT16_TOP
+        scale = bits.clamp_(min=0).view(torch.float32)
+    else:
+        bits = (largest * (1.0 / LEVELS[code])).view(torch.int32)
+        scale = (bits + 0xFFFF & -0x10000).view(torch.float32)  # rounded up to bfloat16
+    scale = torch.where(scale >= _TINY, scale, 0.0)
+    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
+    return torch.where(largest.isfinite(), scale, torch.nan), torch.where(largest.isfinite(), inverse, torch.nan)
+
+
+class CodedBucket:
+    """A bucket whose differences to the anchor travel in codes; see `BoundBucket` for the calls and their order.
+
+    staging: twice the bytes of the bucket's chunks. state: the bucket's part of anchor and residual.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        bucket: Bucket,
+        flats: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        state: State,
+        rank: int,
+        size: int,
+    ) -> None:
+        assert isinstance(table.wire, Code)
+        self._code = table.wire
+        self._numel = bucket.numel
+        self._rank, self._size = rank, size
+        self._chunks = Chunks.of(bucket.numel, self._code, self._size)
+        self._tensors = [flats[s.tensor][s.start : s.start + s.numel] for s in bucket.segments]
+        self._sizes = [segment.numel for segment in bucket.segments]
+        self._drift_numel = bucket.drift_numel
+        self._state = state
+        nbytes = self._chunks.count * self._chunks.nbytes
+        if self._chunks.count == 1:
+            self._received = staging[: 2 * nbytes]  # both ranks' codes, in rank order
+            self._mine, self._theirs = (self._received[rank * nbytes :][:nbytes] for rank in (self._rank, 1 - self._rank))
+        else:
+            self._mine, self._received = staging[:nbytes], staging[nbytes : 2 * nbytes]
+            self._theirs = self._received
+
+    def start(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
+        if terms.contributes:
+            anchor, residual = self._state.fetch_anchor(), self._state.fetch_residual()
+            v = anchor.new_zeros(self._chunks.count * self._chunks.blocks * BLOCK)
+            torch._foreach_copy_(list(v[: self._numel].split(self._sizes)), self._tensors)
+            v[: self._numel].sub_(anchor).add_(residual)
+            for chunk, part in zip(self._mine.view(self._chunks.count, -1), v.view(self._chunks.count, -1), strict=True):
+                self._encode(part, chunk)
+            residual.copy_(v[: self._numel])
+            self._state.store_residual()
+        else:
+            self._mine.zero_()  # zeros in every code
+        return all_to_all(self._theirs, self._mine, group, terms.timeout)
+
+    def advance(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work | None:
+        """Sum the chunk of this rank and send it to all, in codes again; what that drops is this rank's to send."""
+        if self._chunks.count == 1:
+            return None
+        mean = self._mean(terms.divisor)
+        self._encode(mean, self._mine[: self._chunks.nbytes])
+        residual = self._state.fetch_residual()
+        own = residual[self._rank * self._chunks.blocks * BLOCK :][: len(mean)]
+        own.add_(mean[: len(own)].mul_(terms.divisor))
+        self._state.store_residual()
+        return all_gather(self._received, self._mine, group, terms.timeout)
+
+    def finish(self, group: dist.ProcessGroup, terms: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Move the anchor by the mean and copy it to the tensors, rounding once; gives what `BoundBucket.apply` does."""
+        if self._chunks.count == 1:
+            mean = self._mean(terms.divisor)
+        else:
+            mean = torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)])
+        anchor = self._state.fetch_anchor()
+        anchor.add_(mean[: self._numel])
+        self._state.store_anchor()
+        after = list(anchor.split(self._sizes))
+        sums = None
+        if self._drift_numel:
+            new = anchor[: self._drift_numel]
+            distance = mean[: self._numel]
+            torch._foreach_copy_(list(distance.split(self._sizes)), self._tensors)
+            distance = distance[: self._drift_numel].sub_(new)
+            sums = torch.dot(distance, distance), torch.dot(new, new)
+        torch._foreach_copy_(self._tensors, after)
+        return sums
+
+    def _mean(self, divisor: int) -> torch.Tensor:
+        """Of the ranks' chunks received, whose sum is taken in rank order."""
+        total = torch.zeros(self._chunks.blocks * BLOCK, dtype=self._state.anchor.dtype, device=self._mine.device)
+        for chunk in self._received.view(self._size, -1):
+            total.add_(self._decode(chunk))
+        return divide(total, divisor)
+
+    def _encode(self, v: torch.Tensor, chunk: torch.Tensor) -> None:
+        encode(v.view(-1, BLOCK), self._code, *self._parts(chunk))
+
+    def _decode(self, chunk: torch.Tensor) -> torch.Tensor:
+        return decode(self._code, *self._parts(chunk)).flatten()
+
+    def _parts(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of a chunk, a row for each block."""
+        blocks, begin = self._chunks.blocks, self._chunks.blocks * BLOCK * self._code.bits // 8
+        scales = chunk[begin : begin + blocks * SCALE_BYTES if self._code.scaled else begin]
+        return chunk[:begin].view(blocks, -1), scales.view(torch.bfloat16).view(-1, 1)
+
+
+def divide(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Divide in place, rounding once on every device."""
+    if divisor == 1:
+        return tensor
+    if divisor & (divisor - 1) == 0:
+        return tensor.mul_(1.0 / divisor)  # exact for a power of two, hence the same bits as dividing, and faster
+    if tensor.is_cpu:
+        return tensor.div_(divisor)
+    # By a tensor: CUDA makes a division by a number into a product with its inverse, which rounds twice.
+    wide = tensor.to(wide_dtype(tensor.dtype))
+    return tensor.copy_(wide.div_(torch.full((), divisor, dtype=wide.dtype, device=tensor.device)))
