@@ -30,7 +30,10 @@ from localsgd_ext.collectives import SLOTS
 
 from .shapes import SETS, Model, values
 
-METHODS = ("raw", "sliced", "passes", "native", "reference", "torch", "torchft", "accelerate")
+METHODS = ("raw", "sliced", "passes", "native", "reference", "bfloat16", "int8", "int4", "torch", "torchft", "accelerate")
+LOSSY = ("bfloat16", "int8", "int4")
+"""Not for fast links, where bytes cost little: to see what the codes cost."""
+
 FLOORS = ("raw", "sliced", "passes")
 """What an averaging is made of: none of them is one."""
 
@@ -40,6 +43,9 @@ TITLES = {
     "passes": "packing, copying back, no sending",
     "native": "localsgd_ext, backend=native",
     "reference": "localsgd_ext, backend=torch",
+    "bfloat16": "native, wire=bfloat16",
+    "int8": "native, wire=int8",
+    "int4": "native, wire=int4",
     "torch": "torch average_parameters",
     "torchft": "torchft LocalSGD",
     "accelerate": "accelerate LocalSGD",
@@ -60,11 +66,12 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
         return sliced(trained(model), bucket_mb or DEFAULT_BUCKET_MB["cpu"])
     if method == "passes":
         return passes(model, bucket_mb)
-    if method in ("native", "reference"):
+    if method in ("native", "reference", *LOSSY):
         from localsgd_ext import LocalSGD
 
-        backend = "native" if method == "native" else "torch"
-        local_sgd = LocalSGD(None, model, 1, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
+        backend = "torch" if method == "reference" else "native"
+        wire = method if method in LOSSY else "parameter"
+        local_sgd = LocalSGD(None, model, 1, wire=wire, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
 
         def average() -> None:
             if local_sgd.num_steps == 0:
@@ -163,10 +170,12 @@ Contestant = tuple[str, float | None]
 def time_all(rank: int, ranks: int, folder: str, name: str, rounds: int, contestants: list[Contestant], out: Any) -> None:
     """Each contestant on a model of its own, in turn, `rounds` times after one warm-up: seconds of the slowest rank."""
     start(rank, ranks, folder)
-    averagers = [make(method, Model(name, rank), bucket_mb) for method, bucket_mb in contestants]
+    models = [Model(name, rank) for _ in contestants]
+    averagers = [make(method, model, bucket_mb) for (method, bucket_mb), model in zip(contestants, models, strict=True)]
     seconds: list[list[float]] = [[] for _ in averagers]
     for _ in range(rounds + 1):
-        for average, taken in zip(averagers, seconds, strict=True):
+        for average, model, taken in zip(averagers, models, seconds, strict=True):
+            model.drift(rank)
             dist.barrier()
             begun = time.perf_counter()
             average()

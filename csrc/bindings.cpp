@@ -1,36 +1,50 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "coded_bucket.h"
 #include "pipeline.h"
+#include "value_bucket.h"
 
 namespace py = pybind11;
-using localsgd::BoundBucket;
+using namespace localsgd;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  py::class_<BoundBucket>(module, "BoundBucket")
-      .def(py::init<const std::vector<at::Tensor>&, const std::vector<std::tuple<int64_t, int64_t, int64_t>>&, at::Tensor, int64_t,
-                    bool>(),
-           py::arg("flats"), py::arg("segments"), py::arg("buffer"), py::arg("drift_numel"), py::arg("follow"))
-      .def_property_readonly("buffer", &BoundBucket::buffer)
-      .def_property_readonly("follow", &BoundBucket::follow)
-      .def("pack", &BoundBucket::pack, py::call_guard<py::gil_scoped_release>())
+  py::class_<Exchange>(module, "Exchange");
+  py::class_<ValueBucket, Exchange>(module, "ValueBucket")
+      .def(py::init<const std::vector<at::Tensor>&, const SegmentList&, at::Tensor, int64_t, bool>(), py::arg("flats"),
+           py::arg("segments"), py::arg("buffer"), py::arg("drift_numel"), py::arg("follow"))
+      .def_property_readonly("buffer", &ValueBucket::staging)
+      .def_property_readonly("follow", &ValueBucket::follow)
+      .def("pack", &ValueBucket::pack, py::call_guard<py::gil_scoped_release>())
       .def(
           "apply",
-          [](BoundBucket& self, int64_t divisor) {
+          [](ValueBucket& self, int64_t divisor) {
             const py::gil_scoped_release release;
             at::Tensor sums = self.new_sums();
             self.apply(divisor, sums);
             return sums;
           },
           py::arg("divisor"));
+  py::class_<CodedBucket, Exchange>(module, "CodedBucket")
+      .def(py::init([](const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
+                       int64_t code, int64_t count, int64_t blocks, int64_t nbytes, at::Tensor anchor, at::Tensor anchor_here,
+                       at::Tensor residual, at::Tensor residual_here, int64_t rank, int64_t size) {
+             return std::make_unique<CodedBucket>(flats, segments, staging, drift_numel,
+                                                  Chunks{static_cast<Code>(code), blocks, nbytes}, count,
+                                                  StatePart(anchor, anchor_here), StatePart(residual, residual_here), rank, size);
+           }),
+           py::arg("flats"), py::arg("segments"), py::arg("staging"), py::arg("drift_numel"), py::arg("code"), py::arg("count"),
+           py::arg("blocks"), py::arg("nbytes"), py::arg("anchor"), py::arg("anchor_here"), py::arg("residual"),
+           py::arg("residual_here"), py::arg("rank"), py::arg("size"));
   module.def(
       "average",
-      [](const std::vector<BoundBucket*>& buckets, int64_t slots, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-         bool contributes, int64_t divisor, int64_t root, const std::function<void()>& watch, int64_t poll_ms, int64_t timeout_ms) {
+      [](const std::vector<Exchange*>& buckets, int64_t slots, const GroupPtr& group, bool contributes, int64_t divisor,
+         int64_t root, const std::function<void()>& watch, int64_t poll_ms, int64_t timeout_ms) {
         const py::gil_scoped_release release;
-        return localsgd::average(
+        return average(
             buckets, slots, group,
             {contributes, divisor, root, watch, std::chrono::milliseconds(poll_ms), std::chrono::milliseconds(timeout_ms)});
       },

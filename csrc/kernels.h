@@ -39,20 +39,21 @@ void pack(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, voi
 // also gives the sums over the bucket's parameters, in an order that does not depend on the number of threads.
 Sums apply(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, const void* staging, int64_t divisor, bool measure);
 
-// The three passes of a bucket of codes. `anchor` and `residual` hold one double for each element of double tensors, else one float.
+// The three passes of a bucket of codes. `anchor` and `residual` hold one double for each element of double tensors, else one
+// float.
 
 // Encodes (tensor - anchor) + residual into as many chunks as the bucket fills, `count` of them, zeros behind its end; the residual
 // becomes what that drops.
 void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, const void* anchor, void* residual,
             char* codes);
 
-// Encodes the mean, sum over `parts` chunks (in their order) divided by `divisor`, into one chunk. Adds `divisor` times what that drops to the
-// residual of the `numel` elements of the bucket that the chunk stands for; it may stand for less than it holds.
+// Encodes the mean, sum over `parts` chunks (in their order) divided by `divisor`, into one chunk. Adds `divisor` times what that
+// drops to the residual of the `numel` elements of the bucket that the chunk stands for; it may stand for less than it holds.
 void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const char* received, int64_t divisor, void* residual,
             int64_t numel, char* codes);
 
-// Adds the mean, sum over `parts` parts of `count` chunks each divided by `divisor`, to the anchor, and copies that to the tensors, rounding
-// once. Gives what `apply` does.
+// Adds the mean, sum over `parts` parts of `count` chunks each divided by `divisor`, to the anchor, and copies that to the tensors,
+// rounding once. Gives what `apply` does.
 Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, int64_t parts, const char* received,
           int64_t divisor, void* anchor, bool measure);
 

@@ -26,8 +26,16 @@ SWITCH = "LOCALSGD_EXT_BUILD"
 CHOICES = ("auto", "cpu", "cuda", "off")
 MODULE = "_native"
 
-_SOURCES = ("bindings.cpp", "pipeline.cpp", "cpu/kernels.cpp")
-_CUDA_SOURCES = ("cuda/kernels.cu",)
+_SOURCES = (
+    "bindings.cpp",
+    "exchange.cpp",
+    "value_bucket.cpp",
+    "coded_bucket.cpp",
+    "pipeline.cpp",
+    "cpu/kernels.cpp",
+    "cpu/coded.cpp",
+)
+_CUDA_SOURCES = ("cuda/kernels.cu", "cuda/coded.cu")
 # Contraction into fused multiply-add is off: every engine has to give the same bits.
 _NVCC_FLAGS = ("-std=c++20", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 # Without OpenMP torch's parallel_for is a plain loop.

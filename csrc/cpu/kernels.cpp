@@ -1,14 +1,11 @@
 #include "../kernels.h"
 
-#include <ATen/Parallel.h>
-#include <c10/util/Exception.h>
-
-#include <algorithm>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
 #include "../elementwise.h"
+#include "runs.h"
 
 namespace localsgd::cpu {
 namespace {
@@ -16,60 +13,23 @@ namespace {
 namespace baseline {
 #include "loops.h"
 }
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define LOCALSGD_AVX2 1
+#ifdef LOCALSGD_AVX2
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 namespace avx2 {
 #include "loops.h"
 }
 #pragma GCC pop_options
-const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-#define LOCALSGD_LOOP(name, ...) (has_avx2 ? avx2::name(__VA_ARGS__) : baseline::name(__VA_ARGS__))
-#else
-#define LOCALSGD_LOOP(name, ...) baseline::name(__VA_ARGS__)
 #endif
 
-// Work is handed to threads in pieces of this many elements; sums are folded piece by piece, in their order, whoever computed them.
-constexpr int64_t kPiece = 1 << 16;
-
-// Calls body(segment pointer, offset in bucket, elements, piece number) for each run of elements of bucket range [0, numel).
+// Calls body(segment pointer, offset in bucket, elements, piece number) for each run of elements of the bucket.
 template <typename Body>
 void for_each_run(const Bucket& bucket, size_t itemsize, const Body& body) {
-  const int64_t pieces = (bucket.numel + kPiece - 1) / kPiece;
-  at::parallel_for(0, pieces, 1, [&](int64_t first, int64_t last) {
-    int64_t position = first * kPiece;
-    const int64_t stop = std::min(last * kPiece, bucket.numel);
-    const Segment* segment = std::upper_bound(bucket.segments, bucket.segments + bucket.count, position,
-                                              [](int64_t at, const Segment& s) { return at < s.offset; }) -
-                             1;
-    while (position < stop) {
-      const int64_t inside = position - segment->offset;
-      const int64_t piece = position / kPiece;
-      const int64_t n = std::min({segment->numel - inside, (piece + 1) * kPiece - position, stop - position});
-      body(segment->data + inside * itemsize, position, n, piece);
-      position += n;
-      if (position == segment->offset + segment->numel) ++segment;
-    }
+  at::parallel_for(0, pieces_of(bucket.numel), 1, [&](int64_t first, int64_t last) {
+    const Segment* segment = segment_at(bucket, first * kPiece);
+    cpu::for_each_run(segment, itemsize, first * kPiece, std::min(last * kPiece, bucket.numel), kPiece,
+                      [&](char* data, int64_t at, int64_t n) { body(data, at, n, at / kPiece); });
   });
-}
-
-// Calls f with a value of the C++ type of `type`.
-template <typename F>
-void with_type(c10::ScalarType type, const F& f) {
-  switch (type) {
-    case c10::ScalarType::Float:
-      return f(float{});
-    case c10::ScalarType::Double:
-      return f(double{});
-    case c10::ScalarType::Half:
-      return f(c10::Half{});
-    case c10::ScalarType::BFloat16:
-      return f(c10::BFloat16{});
-    default:
-      TORCH_CHECK(false, "localsgd_ext: no averaging kernel for ", c10::toString(type));
-  }
 }
 
 // Calls f with values of the tensors' and the wire's types: equal, or float on the wire for 16-bit tensors.
@@ -113,7 +73,7 @@ Sums apply(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, co
     copy_out(bucket, c10::elementSize(dtype), static_cast<const char*>(staging));
     return {};
   }
-  std::vector<Sums> partial(measure ? (bucket.numel + kPiece - 1) / kPiece : 0);
+  std::vector<Sums> partial(measure ? pieces_of(bucket.numel) : 0);
   with_types(dtype, wire, [&](auto value, auto travelling) {
     using T = decltype(value);
     using Wire = decltype(travelling);

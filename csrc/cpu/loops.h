@@ -2,7 +2,7 @@
 
 template <typename T, typename Wire>
 void pack_run(const T* __restrict__ from, Wire* __restrict__ to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = encode<Wire>(from[i]);
+  for (int64_t i = 0; i < n; ++i) to[i] = localsgd::encode<Wire>(from[i]);
 }
 
 template <typename T, typename Wire>

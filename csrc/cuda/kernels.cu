@@ -6,16 +6,13 @@
 #include <type_traits>
 
 #include "../elementwise.h"
+#include "block.cuh"
 #include "kernels.cuh"
 #include "launch.h"
 #include "move.cuh"
 
 namespace localsgd::cuda {
 namespace {
-
-constexpr int kThreads = kWarps * kLanes;
-// Blocks to a multiprocessor at the least: leaves the compiler room to keep all loads of a batch in registers.
-constexpr int kResident = 2;
 
 template <typename T, typename Wire>
 struct Encode {
@@ -50,30 +47,6 @@ struct ApplyMeasured {
     return decode<T>(average);
   }
 };
-
-// Sums over the block, in a fixed order; the first thread gets them. Every thread of the block must come here.
-__device__ void block_sum(double& distance, double& norm) {
-  __shared__ double sums[kWarps][2];
-  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    distance += __shfl_xor_sync(0xffffffffu, distance, step);
-    norm += __shfl_xor_sync(0xffffffffu, norm, step);
-  }
-  if (lane == 0) {
-    sums[warp][0] = distance;
-    sums[warp][1] = norm;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int other = 1; other < kWarps; ++other) {
-      distance += sums[other][0];
-      norm += sums[other][1];
-    }
-  }
-}
-
-__device__ __forceinline__ int64_t piece_of_this_warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes; }
 
 template <typename T, typename Wire>
 __global__ void __launch_bounds__(kThreads, kResident) pack_kernel(DeviceTable table, Wire* staging) {
@@ -128,25 +101,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       norm = static_cast<double>(op.norm);
     }
   }
-  block_sum(distance, norm);
-  if (threadIdx.x == 0) {
-    partials[2 * static_cast<int64_t>(blockIdx.x)] = distance;
-    partials[2 * static_cast<int64_t>(blockIdx.x) + 1] = norm;
-  }
-}
-
-// Adds all blocks' sums to `sums`. One block, no atomics: the order is always the same.
-__global__ void __launch_bounds__(kThreads, kResident) fold_kernel(const double* partials, int64_t count, double* sums) {
-  double distance = 0, norm = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    distance += partials[2 * i];
-    norm += partials[2 * i + 1];
-  }
-  block_sum(distance, norm);
-  if (threadIdx.x == 0) {
-    sums[0] += distance;
-    sums[1] += norm;
-  }
+  leave_sums(distance, norm, partials);
 }
 
 // Calls f with values of the tensors' and the wire's types: equal, or float on the wire for 16-bit tensors.
@@ -163,8 +118,6 @@ void with_types(c10::ScalarType dtype, c10::ScalarType wire, const F& f) {
   TORCH_CHECK(false, "localsgd_ext: no averaging kernel for ", c10::toString(dtype), " tensors on a ", c10::toString(wire),
               " wire");
 }
-
-int64_t blocks_of(const DeviceTable& table) { return (table.count + kWarps - 1) / kWarps; }
 
 }  // namespace
 
@@ -191,14 +144,14 @@ void pack(const DeviceTable& table, c10::ScalarType dtype, c10::ScalarType wire,
   if (table.count == 0) return;
   if (dtype == wire) {
     const auto itemsize = static_cast<int>(c10::elementSize(dtype));
-    return launch(copy_in_kernel, blocks_of(table), kThreads, stream, table, itemsize, static_cast<unsigned char*>(staging));
+    return launch(copy_in_kernel, blocks_for(table.count), kThreads, stream, table, itemsize, static_cast<unsigned char*>(staging));
   }
   with_types(dtype, wire, [&](auto value, auto travelling) {
     using T = decltype(value);
     using Wire = decltype(travelling);
     // Equal types were copied above: there is nothing to instantiate for them.
     if constexpr (!std::is_same_v<T, Wire>) {
-      launch(pack_kernel<T, Wire>, blocks_of(table), kThreads, stream, table, static_cast<Wire*>(staging));
+      launch(pack_kernel<T, Wire>, blocks_for(table.count), kThreads, stream, table, static_cast<Wire*>(staging));
     }
   });
 }
@@ -206,7 +159,7 @@ void pack(const DeviceTable& table, c10::ScalarType dtype, c10::ScalarType wire,
 void apply(const DeviceTable& table, c10::ScalarType dtype, c10::ScalarType wire, const void* staging, int64_t divisor,
            double* sums, double* partials, cudaStream_t stream) {
   if (table.count == 0) return;
-  const int64_t blocks = blocks_of(table);
+  const int64_t blocks = blocks_for(table.count);
   if (dtype == wire && divisor == 1 && sums == nullptr) {
     const auto itemsize = static_cast<int>(c10::elementSize(dtype));
     return launch(copy_out_kernel, blocks, kThreads, stream, table, itemsize, static_cast<const unsigned char*>(staging));

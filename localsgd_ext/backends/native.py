@@ -23,7 +23,8 @@ import torch.distributed as dist
 from .. import build
 from ..collectives import POLL_SECONDS, SLOTS, Terms
 from ..layout import Bucket, Rule, Table
-from . import BoundBucket
+from ..wire import Chunks, Code
+from . import BoundBucket, State
 
 LOCK_SECONDS = 600.0
 """How long a rank waits for another that is building; a build that was killed leaves no lock behind."""
@@ -41,14 +42,26 @@ class NativeBackend:
     def bind(
         self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
     ) -> BoundBucket:
+        assert isinstance(table.wire, torch.dtype)
         buffer = staging[: bucket.numel * table.wire.itemsize].view(table.wire)
-        return self._extension.BoundBucket(
-            [flats[segment.tensor] for segment in bucket.segments],
-            [(index, segment.start, segment.numel) for index, segment in enumerate(bucket.segments)],
-            buffer,
-            bucket.drift_numel,
-            table.rule is Rule.FOLLOW,
-        )
+        return self._extension.ValueBucket(*_segments(bucket, flats), buffer, bucket.drift_numel, table.rule is Rule.FOLLOW)
+
+    def bind_coded(
+        self,
+        table: Table,
+        bucket: Bucket,
+        flats: Sequence[torch.Tensor],
+        staging: torch.Tensor,
+        state: State,
+        rank: int,
+        size: int,
+    ) -> BoundBucket:
+        assert isinstance(table.wire, Code)
+        chunks = Chunks.of(bucket.numel, table.wire, size)
+        return self._extension.CodedBucket(
+            *_segments(bucket, flats), staging, bucket.drift_numel, list(Code).index(table.wire), chunks.count, chunks.blocks,
+            chunks.nbytes, state.anchor, state.anchor_here, state.residual, state.residual_here, rank, size,
+        )  # fmt: skip
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         milliseconds = 0 if terms.timeout is None else int(terms.timeout.total_seconds() * 1000)
@@ -63,6 +76,12 @@ class NativeBackend:
             int(POLL_SECONDS * 1000),
             milliseconds,
         )
+
+
+def _segments(bucket: Bucket, flats: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int, int]]]:
+    """The bucket's tensors, and for each of its segments the tensor's number, the first element and their number."""
+    tensors = [flats[segment.tensor] for segment in bucket.segments]
+    return tensors, [(index, segment.start, segment.numel) for index, segment in enumerate(bucket.segments)]
 
 
 def load() -> NativeBackend:

@@ -1,4 +1,4 @@
-"""Builds csrc/cuda/kernels.cu for the CPU: see cuda_on_cpu.h."""
+"""Builds the kernels of csrc/cuda for the CPU: see cuda_on_cpu.h."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(folder: Path, name: str, options: Sequence[str], sources: Sequence[Pat
         *("-DLOCALSGD_CUDA_ON_CPU", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"),
         # Before everything else, for the macros.
         *("-I", str(HERE), "-include", "cuda_on_cpu.h", "-isystem", str(torch_root / "include")),
-        *("-x", "c++", str(CSRC / "cuda" / "kernels.cu"), *map(str, sources)),
+        *("-x", "c++", *map(str, sorted((CSRC / "cuda").glob("*.cu"))), *map(str, sources)),
         *("-L", str(torch_root / "lib"), f"-Wl,-rpath,{torch_root / 'lib'}", *options, "-lc10"),
     ]
     compiler = subprocess.run([command[0], "-v"], capture_output=True, check=True).stderr

@@ -1,4 +1,4 @@
-// Test only: enough of CUDA for g++ to compile csrc/cuda/kernels.cu itself and run it.
+// Test only: enough of CUDA for g++ to compile the kernels of csrc/cuda themselves and run them.
 //
 // The threads of a block are fibers on one CPU thread. Each runs until it meets a barrier or a shuffle; the barrier opens when
 // every thread of the block (of the warp's mask) that has not exited has come to the same one. Whatever can never open is an error

@@ -1,4 +1,4 @@
-// Test only: the kernels of csrc/cuda/kernels.cu, run on the CPU, and kernels with mistakes that the emulation must notice.
+// Test only: the kernels of csrc/cuda, run on the CPU, and kernels with mistakes that the emulation must notice.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../csrc/cuda/coded.cuh"
 #include "../../csrc/cuda/kernels.cuh"
 #include "../../csrc/cuda/launch.h"
 
@@ -15,21 +16,42 @@ using namespace localsgd;
 
 namespace {
 
+c10::ScalarType type(const std::string& name) {
+  if (name == "float32") return c10::ScalarType::Float;
+  if (name == "float64") return c10::ScalarType::Double;
+  if (name == "float16") return c10::ScalarType::Half;
+  if (name == "bfloat16") return c10::ScalarType::BFloat16;
+  if (name == "uint8") return c10::ScalarType::Byte;
+  throw std::invalid_argument(name);
+}
+
+using Placed = std::vector<std::pair<uintptr_t, int64_t>>;  // (address, elements)
+
+std::vector<Segment> segments_of(const Placed& placed) {
+  std::vector<Segment> segments;
+  int64_t offset = 0;
+  for (const auto& [address, numel] : placed) {
+    segments.push_back({reinterpret_cast<char*>(address), offset, numel});
+    offset += numel;
+  }
+  return segments;
+}
+
+Bucket bucket_of(const std::vector<Segment>& segments, int64_t drift_numel) {
+  const int64_t numel = segments.empty() ? 0 : segments.back().offset + segments.back().numel;
+  return {segments.data(), static_cast<int64_t>(segments.size()), numel, drift_numel};
+}
+
 // A bucket of (address, elements) whose tensors are of `itemsize` bytes, with its table where the device's would be.
 class EmulatedBucket {
  public:
-  EmulatedBucket(const std::vector<std::pair<uintptr_t, int64_t>>& segments, int64_t drift_numel, const std::string& dtype,
-                 const std::string& wire)
+  EmulatedBucket(const Placed& placed, int64_t drift_numel, const std::string& dtype, const std::string& wire)
       : dtype_(type(dtype)), wire_(type(wire)) {
-    std::vector<Segment> placed;
-    int64_t offset = 0;
-    for (const auto& [address, numel] : segments) {
-      placed.push_back({reinterpret_cast<char*>(address), offset, numel});
-      offset += numel;
-      tensors_[address] = address + numel * c10::elementSize(dtype_);
-    }
-    staging_bytes_ = offset * c10::elementSize(wire_);
-    bytes_ = cuda::build_table({placed.data(), static_cast<int64_t>(placed.size()), offset, drift_numel}, c10::elementSize(dtype_));
+    for (const auto& [address, numel] : placed) tensors_[address] = address + numel * c10::elementSize(dtype_);
+    const std::vector<Segment> segments = segments_of(placed);
+    const Bucket bucket = bucket_of(segments, drift_numel);
+    staging_bytes_ = bucket.numel * c10::elementSize(wire_);
+    bytes_ = cuda::build_table(bucket, c10::elementSize(dtype_));
   }
 
   int64_t partials_numel() const { return cuda::partials_numel(table()); }
@@ -46,21 +68,53 @@ class EmulatedBucket {
   }
 
  private:
-  static c10::ScalarType type(const std::string& name) {
-    if (name == "float32") return c10::ScalarType::Float;
-    if (name == "float64") return c10::ScalarType::Double;
-    if (name == "float16") return c10::ScalarType::Half;
-    if (name == "bfloat16") return c10::ScalarType::BFloat16;
-    if (name == "uint8") return c10::ScalarType::Byte;
-    throw std::invalid_argument(name);
-  }
-
   cuda::DeviceTable table() const { return cuda::table_at(bytes_.data(), bytes_.size()); }
 
   std::vector<char> bytes_;
   std::map<uintptr_t, uintptr_t> tensors_;
   int64_t staging_bytes_;
   c10::ScalarType dtype_, wire_;
+};
+
+// Likewise for a bucket of codes.
+class EmulatedCodedBucket {
+ public:
+  EmulatedCodedBucket(const Placed& placed, int64_t drift_numel, const std::string& dtype, int code, int64_t count, int64_t blocks,
+                      int64_t nbytes)
+      : dtype_(type(dtype)), chunks_{static_cast<Code>(code), blocks, nbytes}, count_(count) {
+    const std::vector<Segment> segments = segments_of(placed);
+    sizes_ = bucket_of(segments, drift_numel);
+    bytes_ = cuda::build_coded_table(sizes_);
+    sizes_.segments = nullptr;
+  }
+
+  int64_t partials_numel() const { return cuda::partials_numel(table()); }
+
+  void encode(uintptr_t anchor, uintptr_t residual, uintptr_t codes) const {
+    cuda::encode(table(), dtype_, chunks_, count_, reinterpret_cast<const void*>(anchor), reinterpret_cast<void*>(residual),
+                 reinterpret_cast<char*>(codes), nullptr);
+  }
+
+  void reduce(int64_t parts, uintptr_t received, int64_t divisor, uintptr_t residual, int64_t numel, uintptr_t codes) const {
+    cuda_on_cpu::machine.readable = {{received, received + parts * chunks_.nbytes}};
+    cuda::reduce(dtype_, chunks_, parts, reinterpret_cast<const char*>(received), divisor, reinterpret_cast<void*>(residual), numel,
+                 reinterpret_cast<char*>(codes), nullptr);
+  }
+
+  void land(int64_t parts, uintptr_t received, int64_t divisor, uintptr_t anchor, uintptr_t sums, uintptr_t partials) const {
+    cuda_on_cpu::machine.readable = {{received, received + parts * count_ * chunks_.nbytes}};
+    cuda::land(table(), dtype_, chunks_, count_, parts, reinterpret_cast<const char*>(received), divisor,
+               reinterpret_cast<void*>(anchor), reinterpret_cast<double*>(sums), reinterpret_cast<double*>(partials), nullptr);
+  }
+
+ private:
+  cuda::CodedTable table() const { return cuda::coded_table_at(bytes_.data(), sizes_); }
+
+  std::vector<char> bytes_;
+  c10::ScalarType dtype_;
+  Chunks chunks_;
+  int64_t count_;
+  Bucket sizes_;
 };
 
 constexpr int kToyThreads = 64;
@@ -132,9 +186,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("run_toy", &run_toy);
   module.attr("PIECE_BYTES") = cuda::kPieceBytes;
   py::class_<EmulatedBucket>(module, "Bucket")
-      .def(py::init<const std::vector<std::pair<uintptr_t, int64_t>>&, int64_t, const std::string&, const std::string&>(),
-           py::arg("segments"), py::arg("drift_numel"), py::arg("dtype"), py::arg("wire"))
+      .def(py::init<const Placed&, int64_t, const std::string&, const std::string&>(), py::arg("segments"), py::arg("drift_numel"),
+           py::arg("dtype"), py::arg("wire"))
       .def_property_readonly("partials_numel", &EmulatedBucket::partials_numel)
       .def("pack", &EmulatedBucket::pack, py::arg("staging"))
       .def("apply", &EmulatedBucket::apply, py::arg("staging"), py::arg("divisor"), py::arg("sums"), py::arg("partials"));
+  py::class_<EmulatedCodedBucket>(module, "CodedBucket")
+      .def(py::init<const Placed&, int64_t, const std::string&, int, int64_t, int64_t, int64_t>(), py::arg("segments"),
+           py::arg("drift_numel"), py::arg("dtype"), py::arg("code"), py::arg("count"), py::arg("blocks"), py::arg("nbytes"))
+      .def_property_readonly("partials_numel", &EmulatedCodedBucket::partials_numel)
+      .def("encode", &EmulatedCodedBucket::encode, py::arg("anchor"), py::arg("residual"), py::arg("codes"))
+      .def("reduce", &EmulatedCodedBucket::reduce, py::arg("parts"), py::arg("received"), py::arg("divisor"), py::arg("residual"),
+           py::arg("numel"), py::arg("codes"))
+      .def("land", &EmulatedCodedBucket::land, py::arg("parts"), py::arg("received"), py::arg("divisor"), py::arg("anchor"),
+           py::arg("sums"), py::arg("partials"));
 }

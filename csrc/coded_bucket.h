@@ -1,0 +1,47 @@
+// A bucket whose differences to the anchor travel in codes; the same as backends/coded.py, call by call.
+#pragma once
+
+#include "exchange.h"
+#include "kernels.h"
+
+namespace localsgd {
+
+// Anchor or residual of a bucket, which may live on another device than the one that computes with it.
+class StatePart {
+ public:
+  StatePart(at::Tensor home, at::Tensor here) : home_(std::move(home)), here_(std::move(here)) {}
+  void* fetch() {
+    if (!here_.is_same(home_)) here_.copy_(home_, /*non_blocking=*/true);
+    return here_.data_ptr();
+  }
+  void store() {
+    if (!here_.is_same(home_)) home_.copy_(here_, /*non_blocking=*/true);
+  }
+  const at::Tensor& here() const { return here_; }
+
+ private:
+  at::Tensor home_, here_;
+};
+
+class CodedBucket : public Exchange {
+ public:
+  // staging: twice the bytes of `count` chunks. anchor, residual: shape (numel,), double for double tensors, else float.
+  CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
+              Chunks chunks, int64_t count, StatePart anchor, StatePart residual, int64_t rank, int64_t size);
+
+  WorkPtr start(const GroupPtr& group, const Terms& terms) override;
+  WorkPtr advance(const GroupPtr& group, const Terms& terms) override;
+  void finish(const GroupPtr& group, const Terms& terms, const at::Tensor& sums) override;
+
+ private:
+  Chunks chunks_;
+  int64_t count_;
+  StatePart anchor_, residual_;
+  int64_t rank_, size_;
+  // Parts of the staging buffer: what this rank sends, what it receives from the others, and where all of that lies.
+  at::Tensor mine_, theirs_, received_;
+  at::Tensor table_;     // CUDA: the segments, on the device
+  at::Tensor partials_;  // CUDA: scratch for the sums
+};
+
+}  // namespace localsgd

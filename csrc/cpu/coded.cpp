@@ -1,0 +1,161 @@
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "../elementwise.h"
+#include "../kernels.h"
+#include "runs.h"
+
+namespace localsgd::cpu {
+namespace {
+
+namespace baseline {
+#include "coded_loops.h"
+}
+#ifdef LOCALSGD_AVX2
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+namespace avx2 {
+#include "coded_loops.h"
+}
+#pragma GCC pop_options
+#endif
+
+constexpr int64_t kPieceBlocks = kPiece / kBlock;
+
+template <Code kCode>
+using CodeConstant = std::integral_constant<Code, kCode>;
+
+// Calls f with a value of the tensors' type and the code, as a constant.
+template <typename F>
+void with_types(c10::ScalarType dtype, Code code, const F& f) {
+  with_type(dtype, [&](auto value) {
+    using T = decltype(value);
+    switch (code) {
+      case Code::kFloat32:
+        if constexpr (std::is_same_v<T, double>) return f(T{}, CodeConstant<Code::kFloat32>{});
+        break;
+      case Code::kBFloat16:
+        if constexpr (!std::is_same_v<T, c10::BFloat16>) return f(T{}, CodeConstant<Code::kBFloat16>{});
+        break;
+      case Code::kFloat16:
+        if constexpr (!std::is_same_v<T, c10::Half>) return f(T{}, CodeConstant<Code::kFloat16>{});
+        break;
+      case Code::kInt8:
+        return f(T{}, CodeConstant<Code::kInt8>{});
+      case Code::kInt4:
+        return f(T{}, CodeConstant<Code::kInt4>{});
+    }
+    TORCH_CHECK(false, "localsgd_ext: ", c10::toString(dtype), " tensors do not travel in code ", static_cast<int>(code));
+  });
+}
+
+// Calls body(first, last block, piece number) for runs of blocks, by several threads.
+template <typename Body>
+void for_each_piece(int64_t blocks, const Body& body) {
+  at::parallel_for(0, (blocks + kPieceBlocks - 1) / kPieceBlocks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t piece = first; piece < last; ++piece) {
+      body(piece * kPieceBlocks, std::min((piece + 1) * kPieceBlocks, blocks), piece);
+    }
+  });
+}
+
+// Block number `block` of chunks that begin at `base`: its codes and its scale.
+template <Code kCode, typename Char>
+std::pair<Char*, Char*> parts_of(Char* base, const Chunks& chunks, int64_t block) {
+  Char* chunk = base + block / chunks.blocks * chunks.nbytes;
+  return {chunk + codes_at<kCode>(block % chunks.blocks), chunk + scale_at<kCode>(block % chunks.blocks, chunks.blocks)};
+}
+
+// The mean over `parts`, each `stride` bytes behind the one before.
+template <Code kCode, typename W>
+void mean_block(const char* codes, const char* scale, int64_t parts, int64_t stride, W divisor, W* mean) {
+  std::fill_n(mean, kBlock, W(0));
+  for (int64_t part = 0; part < parts; ++part) {
+    LOCALSGD_LOOP(add_block<kCode>, codes + part * stride, scale + part * stride, mean);
+  }
+  if (divisor != W(1)) LOCALSGD_LOOP(divide_block, mean, divisor);
+}
+
+}  // namespace
+
+void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, const void* anchor, void* residual,
+            char* codes) {
+  with_types(dtype, chunks.code, [&](auto value, auto code) {
+    using T = decltype(value);
+    using W = typename Wide<T>::type;
+    constexpr Code kCode = decltype(code)::value;
+    const auto* a = static_cast<const W*>(anchor);
+    auto* e = static_cast<W*>(residual);
+    for_each_piece(count * chunks.blocks, [&](int64_t first, int64_t last, int64_t) {
+      const Segment* segment = segment_at(bucket, std::min(first * kBlock, bucket.numel - 1));
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t begin = block * kBlock, end = std::min(begin + kBlock, bucket.numel);
+        const auto [to, scale] = parts_of<kCode>(codes, chunks, block);
+        alignas(32) W v[kBlock];
+        if (end < begin + kBlock) std::fill_n(v, kBlock, W(0));
+        for_each_run(segment, sizeof(T), begin, end, kBlock, [&](const char* data, int64_t at, int64_t n) {
+          LOCALSGD_LOOP(difference_run, reinterpret_cast<const T*>(data), a + at, e + at, v + (at - begin), n);
+        });
+        LOCALSGD_LOOP(encode_block<kCode>, v, to, scale);
+        if (begin < end) std::copy_n(v, end - begin, e + begin);
+      }
+    });
+  });
+}
+
+void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const char* received, int64_t divisor, void* residual,
+            int64_t numel, char* codes) {
+  with_types(dtype, chunks.code, [&](auto value, auto code) {
+    using W = typename Wide<decltype(value)>::type;
+    constexpr Code kCode = decltype(code)::value;
+    const auto by = static_cast<W>(divisor);
+    auto* e = static_cast<W*>(residual);
+    for_each_piece(chunks.blocks, [&](int64_t first, int64_t last, int64_t) {
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t begin = block * kBlock, end = std::min(begin + kBlock, numel);
+        const auto [from, scale_from] = parts_of<kCode>(received, chunks, block);
+        const auto [to, scale_to] = parts_of<kCode>(codes, chunks, block);
+        alignas(32) W mean[kBlock];
+        mean_block<kCode>(from, scale_from, parts, chunks.nbytes, by, mean);
+        LOCALSGD_LOOP(encode_block<kCode>, mean, to, scale_to);
+        if (begin < end) LOCALSGD_LOOP(add_times_run, mean, by, e + begin, end - begin);
+      }
+    });
+  });
+}
+
+Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, int64_t parts, const char* received,
+          int64_t divisor, void* anchor, bool measure) {
+  const int64_t blocks = (bucket.numel + kBlock - 1) / kBlock;
+  std::vector<Sums> partial((blocks + kPieceBlocks - 1) / kPieceBlocks);
+  with_types(dtype, chunks.code, [&](auto value, auto code) {
+    using T = decltype(value);
+    using W = typename Wide<T>::type;
+    constexpr Code kCode = decltype(code)::value;
+    auto* a = static_cast<W*>(anchor);
+    for_each_piece(blocks, [&](int64_t first, int64_t last, int64_t piece) {
+      const Segment* segment = segment_at(bucket, first * kBlock);
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t begin = block * kBlock, end = std::min(begin + kBlock, bucket.numel);
+        const auto [from, scale] = parts_of<kCode>(received, chunks, block);
+        alignas(32) W mean[kBlock];
+        mean_block<kCode>(from, scale, parts, count * chunks.nbytes, static_cast<W>(divisor), mean);
+        for_each_run(segment, sizeof(T), begin, end, kBlock, [&](char* data, int64_t at, int64_t n) {
+          // Parameters come first in a bucket, and a segment is all parameter or all buffer.
+          Sums* sums = measure && at < bucket.drift_numel ? &partial[piece] : nullptr;
+          LOCALSGD_LOOP(land_run, mean + (at - begin), a + at, reinterpret_cast<T*>(data), n, sums);
+        });
+      }
+    });
+  });
+  Sums sums;
+  for (const Sums& each : partial) {
+    sums.distance_sq += each.distance_sq;
+    sums.mean_sq += each.mean_sq;
+  }
+  return sums;
+}
+
+}  // namespace localsgd::cpu
