@@ -2,10 +2,10 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <utility>
-
 #ifdef LOCALSGD_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -70,14 +70,52 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
   const auto bytes = static_cast<int64_t>(table.size());
   table_ = at::empty({bytes}, staging_.options());
   table_.copy_(at::from_blob(table.data(), {bytes}, at::kByte));
+  partials_ =
+      at::empty({cuda::partials_numel(cuda::coded_table_at(table_.data_ptr(), bucket()))}, staging_.options().dtype(at::kDouble));
 #endif
 }
 
+void CodedBucket::encode(const void* anchor, void* residual) {
+  auto* codes = static_cast<char*>(mine_.data_ptr());
+#ifdef LOCALSGD_CUDA
+  if (mine_.is_cuda()) {
+    return cuda::encode(cuda::coded_table_at(table_.data_ptr(), bucket()), dtype_, chunks_, count_, anchor, residual, codes,
+                        c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  cpu::encode(bucket(), dtype_, chunks_, count_, anchor, residual, codes);
+}
+
+void CodedBucket::reduce(int64_t divisor, void* residual, int64_t numel) {
+  const auto* received = static_cast<const char*>(received_.data_ptr());
+  auto* codes = static_cast<char*>(mine_.data_ptr());
+#ifdef LOCALSGD_CUDA
+  if (mine_.is_cuda()) {
+    return cuda::reduce(dtype_, chunks_, size_, received, divisor, residual, numel, codes, c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  cpu::reduce(dtype_, chunks_, size_, received, divisor, residual, numel, codes);
+}
+
+void CodedBucket::land(int64_t parts, int64_t divisor, void* anchor, double* sums) {
+  const auto* received = static_cast<const char*>(received_.data_ptr());
+  const bool measure = drift_numel_ > 0;
+#ifdef LOCALSGD_CUDA
+  if (mine_.is_cuda()) {
+    return cuda::land(cuda::coded_table_at(table_.data_ptr(), bucket()), dtype_, chunks_, count_, parts, received, divisor, anchor,
+                      measure ? sums : nullptr, partials_.data_ptr<double>(), c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  const Sums own = cpu::land(bucket(), dtype_, chunks_, count_, parts, received, divisor, anchor, measure);
+  sums[0] += own.distance_sq;
+  sums[1] += own.mean_sq;
+}
+
 WorkPtr CodedBucket::start(const GroupPtr& group, const Terms& terms) {
+  const c10::OptionalDeviceGuard guard(device());
   if (terms.contributes) {
     const void* anchor = anchor_.fetch();
-    void* residual = residual_.fetch();
-    cpu::encode(bucket(), dtype_, chunks_, count_, anchor, residual, static_cast<char*>(mine_.data_ptr()));
+    encode(anchor, residual_.fetch());
     residual_.store();
   } else {
     mine_.zero_();  // zeros in every code
@@ -87,10 +125,10 @@ WorkPtr CodedBucket::start(const GroupPtr& group, const Terms& terms) {
 
 WorkPtr CodedBucket::advance(const GroupPtr& group, const Terms& terms) {
   if (count_ == 1) return {};
+  const c10::OptionalDeviceGuard guard(device());
   const int64_t begin = std::min(rank_ * chunks_.blocks * kBlock, numel_);
   auto* residual = static_cast<char*>(residual_.fetch()) + begin * residual_.here().element_size();
-  cpu::reduce(dtype_, chunks_, size_, static_cast<const char*>(received_.data_ptr()), terms.divisor, residual,
-              std::min(chunks_.blocks * kBlock, numel_ - begin), static_cast<char*>(mine_.data_ptr()));
+  reduce(terms.divisor, residual, std::min(chunks_.blocks * kBlock, numel_ - begin));
   residual_.store();
   const at::Tensor chunk = mine_.narrow(0, 0, chunks_.nbytes);
   // NCCL knows which ranks share a machine, and sends a part only once between machines. Gloo is fastest at all-to-alls.
@@ -100,15 +138,13 @@ WorkPtr CodedBucket::advance(const GroupPtr& group, const Terms& terms) {
 }
 
 void CodedBucket::finish(const GroupPtr&, const Terms& terms, const at::Tensor& sums) {
-  // Either both ranks' codes, or the sums that each rank has encoded of its chunk.
-  const int64_t parts = count_ == 1 ? size_ : 1, divisor = count_ == 1 ? terms.divisor : 1;
-  const bool measure = drift_numel_ > 0;
-  double* into = sums.data_ptr<double>();
+  const c10::OptionalDeviceGuard guard(device());
   void* anchor = anchor_.fetch();
-  const Sums own =
-      cpu::land(bucket(), dtype_, chunks_, count_, parts, static_cast<const char*>(received_.data_ptr()), divisor, anchor, measure);
-  into[0] += own.distance_sq;
-  into[1] += own.mean_sq;
+  if (count_ == 1) {
+    land(size_, terms.divisor, anchor, sums.data_ptr<double>());  // both ranks' codes
+  } else {
+    land(1, 1, anchor, sums.data_ptr<double>());  // the means that each rank has encoded of its chunk
+  }
   anchor_.store();
 }
 

@@ -34,6 +34,11 @@ class CodedBucket : public Exchange {
   void finish(const GroupPtr& group, const Terms& terms, const at::Tensor& sums) override;
 
  private:
+  // On the bucket's device; see kernels.h.
+  void encode(const void* anchor, void* residual);
+  void reduce(int64_t divisor, void* residual, int64_t numel);
+  void land(int64_t parts, int64_t divisor, void* anchor, double* sums);
+
   Chunks chunks_;
   int64_t count_;
   StatePart anchor_, residual_;

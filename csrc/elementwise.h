@@ -130,7 +130,8 @@ LOCALSGD_HD float scale_of(uint32_t largest) {
 // By which the values of a block are multiplied; 0 where they are all lost.
 LOCALSGD_HD float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
-// Value times inverse of its scale -> code. The value is finite, or of a block without a scale.
+// Value times inverse of its scale -> code. Values of a block with the scale 0 or NaN must be replaced by 0 before: NaN is no
+// integer.
 template <Code kCode>
 LOCALSGD_HD typename Coding<kCode>::Stored to_code(float value) {
   using Stored = typename Coding<kCode>::Stored;

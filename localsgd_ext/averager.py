@@ -79,6 +79,7 @@ class Averager:
         self._buckets: list[BoundBucket] = []
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wire_bytes = 0
+        self._on_cpu = True
         self.sums_in_float16 = False
         self._engine: Backend = ReferenceBackend()
         self.layout = 0  # a number that differs, as good as surely, between layouts of the tensors bound
@@ -139,7 +140,7 @@ class Averager:
         with torch.inference_mode(False), torch.no_grad():
             if not bound:
                 self.bind(items)
-            if not self._can_watch or not all(flat.is_cpu for flat in self._flats):
+            if not self._can_watch or not self._on_cpu:
                 watch = timeout = None
             terms = Terms(active[self.rank], sum(active), list(active).index(True), watch, timeout)
             self._read_gaps()
@@ -184,6 +185,7 @@ class Averager:
 
         self._engine = pick(self._backend, {table.device.type for table in tables})
         pools = {device: self._pool([t for t in tables if t.device == device]) for device in {t.device for t in tables}}
+        self._on_cpu = all(device.type == "cpu" for device in pools)
         self.sums_in_float16 = any(t.wire is torch.float16 and t.rule is Rule.MEAN for t in tables)
         for table in tables:
             if isinstance(table.wire, Code):

@@ -22,7 +22,7 @@ class Broken(Work):
 
 
 class WatchedGroup(dist.ProcessGroup):
-    """The world, with `watch(call number, tensor, work)` deciding what each all-reduce gives back.
+    """The world, with `watch(call number, tensor, work)` deciding what each all-reduce and each all-to-all gives back.
 
     Both engines reach it through the same virtual call: the PyTorch one from Python, the native one from C++.
     """
@@ -34,13 +34,26 @@ class WatchedGroup(dist.ProcessGroup):
         self.given: list[Work] = []  # C++ does not keep the Python half of a work object alive
 
     def allreduce(self, tensors: list[torch.Tensor], options: object = None) -> Work:
-        work = self._world.allreduce(tensors, dist.AllreduceOptions())
-        self.given.append(self._watch(len(self.given) + 1, tensors[0], work))
+        return self._given(tensors[0], self._world.allreduce(tensors, dist.AllreduceOptions()))
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        options: object = None,
+    ) -> Work:
+        work = self._world.alltoall_base(output, input, output_splits, input_splits, dist.AllToAllOptions())
+        return self._given(output, work)
+
+    def _given(self, tensor: torch.Tensor, work: Work) -> Work:
+        self.given.append(self._watch(len(self.given) + 1, tensor, work))
         return self.given[-1]
 
 
 def failing_group(fail_at: int) -> WatchedGroup:
-    """All-reduce number `fail_at`, counted from 1, raises ConnectionError when it is waited for."""
+    """Collective number `fail_at`, counted from 1, raises ConnectionError when it is waited for."""
     return WatchedGroup(lambda call, tensor, work: Broken(work) if call == fail_at else work)
 
 

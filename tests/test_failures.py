@@ -111,12 +111,12 @@ def _outcome(body: Any) -> tuple[str, str, tuple[int, ...], float]:
     return "", "", (), time.monotonic() - begun
 
 
-def _killed(rank: int, culprit: int, numel: int) -> tuple[str, str, tuple[int, ...], float]:
+def _killed(rank: int, culprit: int, numel: int, wire: str) -> tuple[str, str, tuple[int, ...], float]:
     """With few elements the rank is gone before the averaging; with many it is killed from outside while that runs."""
     model = nn.ParameterList([nn.Parameter(torch.full((numel,), 1.0))])
     outcome = ("", "", (), 0.0)
     try:
-        with LocalSGD(None, model, 1, timeout=datetime.timedelta(seconds=30)) as local_sgd:
+        with LocalSGD(None, model, 1, wire=wire, timeout=datetime.timedelta(seconds=30)) as local_sgd:
             local_sgd.step()
             if rank == culprit:
                 if numel < 1000:
@@ -131,10 +131,14 @@ def _killed(rank: int, culprit: int, numel: int) -> tuple[str, str, tuple[int, .
     return outcome
 
 
-@pytest.mark.parametrize("numel", [10, 30_000_000], ids=["in mid-window", "in mid-averaging"])
+@pytest.mark.parametrize(
+    ("numel", "wire"),
+    [(10, "parameter"), (30_000_000, "parameter"), (30_000_000, "int8")],
+    ids=["in mid-window", "in mid-averaging", "between all-to-alls"],
+)
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2), (4, 0)])
-def test_a_killed_rank_is_named_within_seconds(engine: str, ranks: int, culprit: int, numel: int) -> None:
-    results = run_ranks(_killed, ranks, culprit, numel, lost=culprit)
+def test_a_killed_rank_is_named_within_seconds(engine: str, ranks: int, culprit: int, numel: int, wire: str) -> None:
+    results = run_ranks(_killed, ranks, culprit, numel, wire, lost=culprit)
     for rank, outcome in enumerate(results):
         if rank != culprit:
             kind, text, named, seconds = outcome

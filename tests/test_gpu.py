@@ -196,6 +196,52 @@ def test_alone_over_nccl_nothing_changes(dtypes: tuple[torch.dtype, ...], backen
     assert all(map(same_bits, tensors, before))
 
 
+def coded(backend: str, wire: str, state_device: str | None, dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
+    """Three rounds of odd tensors in codes; gives all that they leave."""
+    model = odd_model((dtype,), 0)
+    averager = Averager(
+        dist.group.WORLD, wire, backend, BUCKET_MB, None if state_device is None else torch.device(state_device)
+    )
+    items = [Item(name, parameter) for name, parameter in model.named_parameters()]
+    averager.bind(items)
+    averager.agree()
+    for salt in range(3):
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                parameter.add_(values(tuple(parameter.shape), dtype, 100 * salt + index, rank).to(DEVICE), alpha=1e-3)
+        averager.average(items, step=0, round=1, interval=1).result()
+    assert averager._engine.name == backend
+    torch.cuda.synchronize()
+    assert averager._anchors is not None
+    return [*(p.detach() for p in model.parameters()), *(each for pair in averager._anchors._pairs for each in pair)]
+
+
+CODES = [(wire, dtype) for wire in ("bfloat16", "float16", "int8", "int4") for dtype in SAME if f"torch.{wire}" != str(dtype)]
+
+
+@pytest.mark.usefixtures("nccl", "native_binary")
+@pytest.mark.parametrize("state_device", [None, "cpu"])
+@pytest.mark.parametrize(("wire", "dtype"), CODES)
+def test_codes_over_nccl_leave_the_bits_of_the_reference(wire: str, dtype: torch.dtype, state_device: str | None) -> None:
+    ours, theirs = (coded(backend, wire, state_device, dtype, 0) for backend in ("native", "torch"))
+    assert all(map(same_bits, ours, theirs))
+
+
+def _coded_over_gloo(rank: int) -> None:
+    for wire, dtype in CODES:
+        ours, theirs = (coded(backend, wire, None, dtype, rank) for backend in ("native", "torch"))
+        assert all(map(same_bits, ours, theirs)), (wire, dtype)
+        mixed = coded(("native", "torch")[rank % 2], wire, None, dtype, rank)
+        assert all(map(same_bits, mixed, ours)), (wire, dtype)
+
+
+@pytest.mark.usefixtures("native_binary")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_codes_between_ranks_leave_the_bits_of_the_reference(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
+    ranks.run_ranks(_coded_over_gloo, world_size, limit=120.0)
+
+
 def test_work_goes_to_the_current_stream(engine: Any) -> None:
     memory = Memory(torch.float32, SIZES["odd"])
     (bucket,) = memory.bind(engine, torch.float32, len(SIZES["odd"]), 2**30)

@@ -25,20 +25,20 @@ def driver(request: pytest.FixtureRequest) -> Path:
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
     # OpenMP is what at::parallel_for becomes threads by.
     options = (*sanitizers, "-fopenmp", "-Wl,--no-as-needed", "-ltorch_cpu")
-    return build(folder, "driver-{}", options, [CSRC / "cpu" / "kernels.cpp", DRIVER])
+    return build(folder, "driver-{}", options, [*sorted((CSRC / "cpu").glob("*.cpp")), DRIVER])
 
 
 def run(driver: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([driver, *arguments], capture_output=True, text=True, check=False, timeout=SECONDS)
 
 
-@pytest.mark.parametrize(("engine", "count"), [("cpu", 4000), ("cuda", 3000)])
+@pytest.mark.parametrize(("engine", "count"), [("cpu", 4000), ("cuda", 3000), ("cpu-coded", 2000), ("cuda-coded", 400)])
 def test_random_buckets(driver: Path, engine: str, count: int) -> None:
     done = run(driver, engine, "1", str(count))
     assert (done.returncode, done.stdout) == (0, f"{count} buckets\n"), done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+@pytest.mark.parametrize("engine", ["cpu", "cuda", "cpu-coded", "cuda-coded"])
 @pytest.mark.parametrize(
     ("fault", "report"),
     [("short", "AddressSanitizer: heap-buffer-overflow"), ("odd", "runtime error: .* misaligned address")],

@@ -68,10 +68,10 @@ std::pair<Char*, Char*> parts_of(Char* base, const Chunks& chunks, int64_t block
   return {chunk + codes_at<kCode>(block % chunks.blocks), chunk + scale_at<kCode>(block % chunks.blocks, chunks.blocks)};
 }
 
-// The mean over `parts`, each `stride` bytes behind the one before.
+// The mean over `parts`, each `stride` bytes behind the one before; a single one is taken as it is, a -0 included.
 template <Code kCode, typename W>
 void mean_block(const char* codes, const char* scale, int64_t parts, int64_t stride, W divisor, W* mean) {
-  std::fill_n(mean, kBlock, W(0));
+  std::fill_n(mean, kBlock, parts == 1 ? W(-0.0) : W(0));
   for (int64_t part = 0; part < parts; ++part) {
     LOCALSGD_LOOP(add_block<kCode>, codes + part * stride, scale + part * stride, mean);
   }

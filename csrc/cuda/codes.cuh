@@ -56,7 +56,6 @@ __device__ __forceinline__ void encode_block(W (&values)[kEach], char* chunk, co
   using Stored = typename Coding<kCode>::Stored;
   char* codes = chunk + codes_at<kCode>(block);
   float scale = 1, inverse = 1;
-  bool finite = true;
   if constexpr (Coding<kCode>::kScaled) {
     uint32_t largest = 0;
     const auto raise = [&](uint32_t other) { largest = other > largest ? other : largest; };
@@ -66,7 +65,6 @@ __device__ __forceinline__ void encode_block(W (&values)[kEach], char* chunk, co
     for (int step = kLanes / 2; step > 0; step /= 2) raise(__shfl_xor_sync(0xffffffffu, largest, step));
     scale = scale_of<kCode>(largest);
     inverse = inverse_of(scale);
-    finite = largest < kInfinity;
     if (lane == 0) {
       *reinterpret_cast<c10::BFloat16*>(chunk + scale_at<kCode>(block, chunks.blocks)) = static_cast<c10::BFloat16>(scale);
     }
@@ -76,7 +74,7 @@ __device__ __forceinline__ void encode_block(W (&values)[kEach], char* chunk, co
   for (int i = 0; i < kEach; ++i) {
     const auto narrow = static_cast<float>(values[i]);
     if constexpr (Coding<kCode>::kScaled) {
-      stored[i] = to_code<kCode>(finite ? narrow * inverse : 0.0f);
+      stored[i] = to_code<kCode>(inverse > 0.0f ? narrow * inverse : 0.0f);
     } else {
       stored[i] = to_code<kCode>(narrow);
     }

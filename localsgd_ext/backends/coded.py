@@ -35,7 +35,7 @@ def encode(v: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tenso
     if code.scaled:
         scale, inverse = scale_of(v32.abs().amax(1, keepdim=True), code)
         scales.copy_(scale)
-        v32 = torch.where(inverse.isfinite(), v32, 0.0) * inverse.nan_to_num()
+        v32 = torch.where(inverse > 0, v32, 0.0) * inverse
     if code is Code.FLOAT32 or code is Code.BFLOAT16 or code is Code.FLOAT16:
         dtype: torch.dtype = getattr(torch, code.value)
         codes.view(dtype).copy_(v32)
@@ -61,16 +61,15 @@ def decode(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
 
 
 def scale_of(largest: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and its inverse, float32, for blocks whose largest absolute value this is; inverse NaN where that is not finite."""
+    """Scale and its inverse (0 where nothing of a block can be sent), float32, for blocks whose largest absolute value this is."""
     if code is Code.FLOAT16:
-        bits = (largest.view(torch.int32) & _EXPONENT) - _FLOAT16_TOP
-        scale = bits.clamp_(min=0).view(torch.float32)
+        bits = ((largest.view(torch.int32) & _EXPONENT) - _FLOAT16_TOP).clamp_(min=0)
     else:
-        bits = (largest * (1.0 / LEVELS[code])).view(torch.int32)
-        scale = (bits + 0xFFFF & -0x10000).view(torch.float32)  # rounded up to bfloat16
+        bits = ((largest * (1.0 / LEVELS[code])).view(torch.int32) + 0xFFFF) & -0x10000  # rounded up to bfloat16
+    scale = bits.view(torch.float32)
     scale = torch.where(scale >= _TINY, scale, 0.0)
-    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
-    return torch.where(largest.isfinite(), scale, torch.nan), torch.where(largest.isfinite(), inverse, torch.nan)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return scale, torch.where(scale > 0, scale.reciprocal(), 0.0)
 
 
 class CodedBucket:
@@ -134,11 +133,11 @@ class CodedBucket:
 
     def finish(self, group: dist.ProcessGroup, terms: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Move the anchor by the mean and copy it to the tensors, rounding once; gives what `BoundBucket.apply` does."""
+        anchor = self._state.fetch_anchor()
         if self._chunks.count == 1:
             mean = self._mean(terms.divisor)
         else:
-            mean = torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)])
-        anchor = self._state.fetch_anchor()
+            mean = torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)]).to(anchor.dtype)
         anchor.add_(mean[: self._numel])
         self._state.store_anchor()
         after = list(anchor.split(self._sizes))

@@ -37,7 +37,8 @@ def build(folder: Path, name: str, options: Sequence[str], sources: Sequence[Pat
     ]
     compiler = subprocess.run([command[0], "-v"], capture_output=True, check=True).stderr
     key = hashlib.sha256(repr((command, compiler, torch.__version__)).encode())
-    for path in sorted({*HERE.glob("*.h"), *CSRC.rglob("*.h"), *(CSRC / "cuda").iterdir(), *sources}):
+    headers = {header for folder in (HERE, *(source.parent for source in sources)) for header in folder.glob("*.h")}
+    for path in sorted({*headers, *CSRC.rglob("*.h"), *(CSRC / "cuda").iterdir(), *sources}):
         key.update(path.name.encode() + path.read_bytes())
     built = folder / name.format(key.hexdigest()[:24])
     if not built.exists():
@@ -48,13 +49,19 @@ def build(folder: Path, name: str, options: Sequence[str], sources: Sequence[Pat
     return built
 
 
+_loaded: dict[str, ModuleType] = {}
+
+
 def load(folder: Path) -> ModuleType:
-    """The compiled module."""
+    """The compiled module, the same one at each call: its types can be registered only once."""
     options = ("-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=cuda_on_cpu", "-isystem", str(PYTHON_INCLUDE))
     library = build(folder, f"cuda_on_cpu-{{}}{sysconfig.get_config_var('EXT_SUFFIX')}", options, [HERE / "module.cpp"])
+    if library.name in _loaded:
+        return _loaded[library.name]
     spec = importlib.util.spec_from_file_location("cuda_on_cpu", library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    _loaded[library.name] = module
     return module

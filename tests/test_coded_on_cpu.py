@@ -1,0 +1,384 @@
+"""The CUDA kernels of coded buckets, compiled by g++ and run on the CPU, against the PyTorch engine: whole exchanges, byte by byte.
+
+All ranks live in this process; what the collectives would move is copied between them.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from localsgd_ext.backends import State
+from localsgd_ext.backends.coded import CodedBucket
+from localsgd_ext.collectives import Terms
+from localsgd_ext.layout import Bucket, Rule, Segment, Table
+from localsgd_ext.wire import BLOCK, SCALE_BYTES, WIRES, Chunks, Code, travels_as, wide_dtype
+
+from .cuda_on_cpu import COMPILER, PYTHON_INCLUDE, load
+from .tensors import bits, values
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+PAIRS = [
+    (dtype, wire) for dtype in DTYPES for wire in (travels_as(dtype, name, True) for name in WIRES) if isinstance(wire, Code)
+]
+GUARD = 0xA5
+UNWRITTEN = 0xFF  # NaN in every float type
+
+pytestmark = [
+    pytest.mark.skipif(platform.system() != "Linux" or COMPILER is None, reason="needs g++ on Linux"),
+    pytest.mark.skipif(not (PYTHON_INCLUDE / "Python.h").exists(), reason="needs Python's headers"),
+]
+
+
+@pytest.fixture(scope="session")
+def emulated(request: pytest.FixtureRequest) -> ModuleType:
+    cache = getattr(request.config, "cache", None)
+    return load(Path(cache.mkdir("cuda_on_cpu") if cache else tempfile.mkdtemp()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bucket on `size` ranks: (elements, bytes past an aligned address) per tensor, how many of them are parameters."""
+
+    dtype: torch.dtype
+    code: Code
+    size: int
+    tensors: tuple[tuple[int, int], ...]
+    parameters: int = 0
+    absent: int = 0  # ranks, the first ones, that contribute nothing
+    content: str = "normal"
+    anchor: str = "normal"
+    shift: int = 0  # elements by which anchor and residual lie past an aligned address
+    seed: int = 0  # of the order in which blocks and threads run
+
+    @property
+    def numel(self) -> int:
+        return sum(numel for numel, _ in self.tensors)
+
+    @property
+    def drift_numel(self) -> int:
+        return sum(numel for numel, _ in self.tensors[: self.parameters])
+
+    @property
+    def chunks(self) -> Chunks:
+        return Chunks.of(self.numel, self.code, self.size)
+
+
+CONTENTS = ("normal", "ties", "tiny", "huge", "zeros", "outlier", "odd", "nonfinite")
+
+
+def content_of(kind: str, numel: int, dtype: torch.dtype, salt: int, rank: int) -> torch.Tensor:
+    """What a tensor or an anchor may hold; each kind is hard in its own way."""
+    normal = values((numel,), torch.float64, salt, rank)
+    info, index = torch.finfo(dtype), torch.arange(numel) + salt
+    if kind == "ties":  # the largest is 127 or 7, hence the scale 1
+        limit = 127 if salt % 2 else 7
+        normal = (normal * limit).round().clamp(-2 * limit, 2 * limit) / 2
+        normal[::BLOCK] = limit
+    elif kind == "tiny":
+        normal *= max(info.tiny, 1e-40) * (8 if salt % 2 else 1e-2)
+    elif kind == "huge":
+        normal *= float(info.max) / 8
+    elif kind == "zeros":
+        normal = torch.where(index % 3 == 0, 0.0, -0.0).double()
+    elif kind == "outlier":
+        normal[numel // 2 :: 10 * BLOCK] = min(float(info.max), 1e38)
+    elif kind in ("odd", "nonfinite"):
+        special = [0.0, -0.0, info.tiny, -info.tiny / 4, 1e-40, 1.5, -2.0]
+        if kind == "nonfinite":
+            special = [
+                torch.inf,
+                -torch.inf,
+                torch.nan,
+                info.max,
+                -info.max,
+                3.4028235677973366e38,
+                -1e300,
+            ]  # two beyond float32
+        step = 3 if kind == "odd" else 301
+        picked = index[::step] - salt
+        normal[picked] = torch.tensor(special, dtype=torch.float64)[(picked // step + salt + rank) % len(special)]
+    return normal.to(dtype)
+
+
+def guarded(nbytes: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes that lie `past` past an aligned address, and the same with guard bytes on both sides."""
+    room = torch.full((nbytes + 192,), GUARD, dtype=torch.uint8)
+    begin = -room.data_ptr() % 64 + 64 + past
+    return room[begin : begin + nbytes].fill_(UNWRITTEN), room
+
+
+class Memory:
+    """All that a rank has, between guard bytes."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.flats = [self.new(numel, case.dtype, past) for numel, past in case.tensors]
+        wide = wide_dtype(case.dtype)
+        self.anchor, self.residual = (self.new(case.numel, wide, case.shift * wide.itemsize) for _ in range(2))
+        self.anchor.copy_(content_of(case.anchor, case.numel, case.dtype, 50, 0))
+        self.residual.copy_(content_of("odd", case.numel, torch.float32, 51, rank) / 1024)
+        nbytes = case.chunks.count * case.chunks.nbytes
+        self.staging = self.new(2 * nbytes, torch.uint8, 0)
+        first, second = self.staging[:nbytes], self.staging[nbytes:]
+        self.mine, self.theirs = (second, first) if case.chunks.count == 1 and rank == 1 else (first, second)
+        self.received = self.staging if case.chunks.count == 1 else second
+
+    def new(self, numel: int, dtype: torch.dtype, past: int) -> torch.Tensor:
+        inside, room = guarded(numel * dtype.itemsize, past)
+        self.rooms.append((inside, room))
+        return inside.view(dtype)
+
+    def check_guards(self) -> None:
+        for inside, room in self.rooms:
+            begin = inside.data_ptr() - room.data_ptr()
+            assert (room[:begin] == GUARD).all()
+            assert (room[begin + len(inside) :] == GUARD).all()
+
+
+class Group:
+    """Stands for a process group: keeps what a rank asks of it until `move` is called."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.asked: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, *_: Any) -> None:
+        assert self.asked is None
+        self.asked = output, input
+
+    alltoall_base = all_to_all_single
+
+
+def move(pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+    """What an all-to-all does to the (output, input) of each rank."""
+    asked = [pair for pair in pairs if pair is not None]
+    assert len(asked) == len(pairs)
+    if len(asked) == 2:
+        asked[0][0].copy_(asked[1][1])
+        asked[1][0].copy_(asked[0][1])
+        return
+    for rank, (output, _) in enumerate(asked):
+        for part, (_, input) in zip(output.chunk(len(asked)), asked, strict=True):
+            part.copy_(input.chunk(len(asked))[rank])
+
+
+class Emulated:
+    """Drives the kernels as the native engine does."""
+
+    def __init__(self, module: ModuleType, case: Case, memory: Memory, rank: int) -> None:
+        segments = [(flat.data_ptr(), flat.numel()) for flat in memory.flats]
+        name, code, chunks = str(case.dtype).removeprefix("torch."), list(Code).index(case.code), case.chunks
+        self.bucket = module.CodedBucket(segments, case.drift_numel, name, code, chunks.count, chunks.blocks, chunks.nbytes)
+        self.case, self.memory, self.rank = case, memory, rank
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    def start(self, contributes: bool) -> None:
+        memory = self.memory
+        if contributes:
+            self.bucket.encode(memory.anchor.data_ptr(), memory.residual.data_ptr(), memory.mine.data_ptr())
+        else:
+            memory.mine.zero_()
+
+    def advance(self, divisor: int) -> None:
+        memory, chunks = self.memory, self.case.chunks
+        own = memory.residual[self.rank * chunks.blocks * BLOCK :][: chunks.blocks * BLOCK]
+        received, mine = memory.received.data_ptr(), memory.mine.data_ptr()
+        self.bucket.reduce(self.case.size, received, divisor, own.data_ptr(), len(own), mine)
+        first, *others = memory.mine.chunk(self.case.size)
+        for other in others:
+            other.copy_(first)
+
+    def finish(self, divisor: int, measure: bool) -> None:
+        memory = self.memory
+        partials = torch.full((self.bucket.partials_numel + 2,), torch.nan, dtype=torch.float64)
+        parts, divisor = (self.case.size, divisor) if self.case.chunks.count == 1 else (1, 1)
+        sums, scratch = (self.sums.data_ptr(), partials.data_ptr()) if measure else (0, 0)
+        self.bucket.land(parts, memory.received.data_ptr(), divisor, memory.anchor.data_ptr(), sums, scratch)
+        assert partials[-2:].isnan().all()
+
+
+def reference(case: Case, memory: Memory, rank: int) -> CodedBucket:
+    segments, offset = [], 0
+    for index, (numel, _) in enumerate(case.tensors):
+        segments.append(Segment(index, 0, offset, numel))
+        offset += numel
+    bucket = Bucket(case.numel, case.drift_numel, tuple(segments))
+    table = Table(torch.device("cpu"), case.dtype, case.code, Rule.MEAN, (bucket,))
+    return CodedBucket(table, bucket, memory.flats, memory.staging, State(memory.anchor, memory.residual), rank, case.size)
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal bits, or NaN in both."""
+    if got.is_floating_point():
+        nan = expected.isnan()
+        assert torch.equal(got.isnan(), nan)
+        got, expected = got.masked_fill(nan, 0), expected.masked_fill(nan, 0)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    assert torch.equal(got.contiguous().view(whole), expected.contiguous().view(whole))
+
+
+def parts(case: Case, staging: torch.Tensor) -> list[torch.Tensor]:
+    """Codes, scales and unused bytes of all chunks."""
+    chunks = staging.view(-1, case.chunks.nbytes)
+    begin = case.chunks.blocks * BLOCK * case.code.bits // 8
+    end = begin + case.chunks.blocks * SCALE_BYTES * case.code.scaled
+    dtype = torch.uint8 if case.code is Code.INT4 else getattr(torch, case.code.value)
+    cut = (chunks[:, :begin].clone().view(dtype), chunks[:, begin:end].clone().view(torch.bfloat16), chunks[:, end:])
+    return [part.clone() for part in cut]
+
+
+def check_same(case: Case, memories: Sequence[tuple[Memory, Memory]]) -> None:
+    for got, expected in memories:
+        for one, other in zip(parts(case, got.staging), parts(case, expected.staging), strict=True):
+            assert_same(one, other)
+        assert_same(got.residual, expected.residual)
+        assert_same(got.anchor, expected.anchor)
+        for one, other in zip(got.flats, expected.flats, strict=True):
+            assert_same(one, other)
+        got.check_guards()
+
+
+def check_rounds(module: ModuleType, case: Case, rounds: int = 2, measure: bool = True) -> torch.Tensor:
+    """Averagings in a row by both engines, all memory compared after every pass. Gives the kernels' sums and the true ones."""
+    module.seed(case.seed)
+    memories = [(Memory(case, rank), Memory(case, rank)) for rank in range(case.size)]
+    emulations = [Emulated(module, case, memory, rank) for rank, (memory, _) in enumerate(memories)]
+    engines = [reference(case, memory, rank) for rank, (_, memory) in enumerate(memories)]
+    divisor, true = case.size - case.absent, torch.zeros(2, dtype=torch.float64)
+    for turn in range(rounds):
+        for rank, pair in enumerate(memories):
+            for salt, (one, other) in enumerate(zip(*(memory.flats for memory in pair), strict=True)):
+                # The second time near to the anchor, so that the residual makes a difference.
+                kind = case.content if turn == 0 else ("normal", "ties", "odd")[salt % 3]
+                change = content_of(kind, one.numel(), case.dtype, salt + 60 * turn, rank + 1)
+                for flat in (one, other):
+                    flat.copy_(change if turn == 0 else flat + change)
+        terms = [Terms(rank >= case.absent, divisor, 0) for rank in range(case.size)]
+
+        groups: list[Any] = [Group(rank, case.size) for rank in range(case.size)]
+        for rank in range(case.size):
+            emulations[rank].start(terms[rank].contributes)
+            engines[rank].start(groups[rank], terms[rank])
+        check_same(case, memories)
+        move([group.asked for group in groups])
+        move([(memory.theirs, memory.mine) for memory, _ in memories])
+
+        if case.chunks.count > 1:
+            groups = [Group(rank, case.size) for rank in range(case.size)]
+            for rank in range(case.size):
+                emulations[rank].advance(divisor)
+                engines[rank].advance(groups[rank], terms[rank])
+            check_same(case, memories)
+            move([group.asked for group in groups])
+            move([(memory.theirs, memory.mine) for memory, _ in memories])
+
+        local = torch.cat(memories[0][0].flats)[: case.drift_numel].double()
+        for rank in range(case.size):
+            emulations[rank].finish(divisor, measure and rank == 0)
+            engines[rank].finish(groups[rank], terms[rank])
+        check_same(case, memories)
+        for memory, _ in memories[1:]:
+            assert_same(memory.anchor, memories[0][0].anchor)
+        mean = memories[0][0].anchor[: case.drift_numel].double()
+        true += torch.stack([(local - mean).square().sum(), mean.square().sum()])
+    return torch.stack([emulations[0].sums, true])
+
+
+def test_all_codes_are_tested() -> None:
+    assert len(PAIRS) == 15
+    assert [code for dtype, code in PAIRS if dtype == torch.float64] == list(Code)
+
+
+@st.composite
+def buckets(draw: st.DrawFn, itemsize: int) -> tuple[tuple[int, int], ...]:
+    corners = st.builds(lambda blocks, by: BLOCK * blocks + by, st.sampled_from([1, 1, 1, 2, 3, 8]), st.integers(-1, 1))
+    past = st.integers(0, 16 // itemsize - 1).map(lambda elements: elements * itemsize)
+    return tuple(draw(st.lists(st.tuples(corners | st.integers(1, 40), past), min_size=1, max_size=6)))
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtype: torch.dtype, code: Code, size: int, contents: Sequence[str] = CONTENTS) -> Case:
+    tensors = draw(buckets(dtype.itemsize))
+    return Case(
+        dtype,
+        code,
+        size,
+        tensors,
+        parameters=draw(st.integers(0, len(tensors))),
+        absent=draw(st.sampled_from([0, 0, 0, 1])),
+        content=draw(st.sampled_from(contents)),
+        anchor=draw(st.sampled_from(contents)),
+        shift=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("dtype", "code"), PAIRS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_same_bits_as_the_reference(
+    emulated: ModuleType, dtype: torch.dtype, code: Code, size: int, data: st.DataObject
+) -> None:
+    check_rounds(emulated, data.draw(cases(dtype, code, size)), measure=data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize(("dtype", "code"), PAIRS)
+def test_every_content(emulated: ModuleType, dtype: torch.dtype, code: Code, content: str) -> None:
+    """Whatever is drawn above."""
+    tensors = ((300, 0), (1, 0), (255, dtype.itemsize), (257, 0), (256, 0), (700, 8))
+    for size, anchor in ((2, content), (3, content), (3, "normal")):
+        check_rounds(emulated, Case(dtype, code, size, tensors, 4, content=content, anchor=anchor))
+
+
+@pytest.mark.parametrize(("dtype", "code"), PAIRS)
+def test_many_ranks_some_without_elements(emulated: ModuleType, dtype: torch.dtype, code: Code) -> None:
+    for size, numel in ((3, 1), (3, 256), (4, 5 * 256 + 1), (7, 2000)):
+        check_rounds(emulated, Case(dtype, code, size, ((numel, 0),), 1, absent=size // 3), rounds=3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("dtype", "code"), PAIRS)
+def test_many_tiny_tensors_and_a_huge_one(emulated: ModuleType, dtype: torch.dtype, code: Code, size: int) -> None:
+    tiny = tuple((1 + index * 7 % 5, index * dtype.itemsize % 16) for index in range(600))
+    check_rounds(emulated, Case(dtype, code, size, (*tiny, (20_003, 0), *tiny[:50]), 300, seed=1), rounds=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@example(data=None)
+def test_drift_is_close_and_always_the_same(emulated: ModuleType, data: st.DataObject | None) -> None:
+    if data is None:
+        case = Case(torch.bfloat16, Code.INT8, 2, ((100_001, 2), (5_000, 0)), 1)
+    else:
+        pair = data.draw(st.sampled_from(PAIRS))
+        case = data.draw(cases(*pair, data.draw(st.sampled_from([2, 3])), contents=("normal", "ties")))
+    got, true = check_rounds(emulated, case)
+    torch.testing.assert_close(got, true, rtol=1e-5, atol=0)
+    again, _ = check_rounds(emulated, replace(case, seed=case.seed + 1))
+    assert bits(again) == bits(got)
+
+
+def test_other_codes_are_refused(emulated: ModuleType) -> None:
+    for dtype, code in ((torch.float32, Code.FLOAT32), (torch.bfloat16, Code.BFLOAT16), (torch.float16, Code.FLOAT32)):
+        case = Case(dtype, code, 2, ((10, 0),))
+        with pytest.raises(RuntimeError, match=r"(Float|Half|BFloat16) tensors do not travel in code [01]"):
+            Emulated(emulated, case, Memory(case, 0), 0).start(True)
