@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from localsgd_ext.averager import DEFAULT_BUCKET_MB, Averager, Item
+from localsgd_ext.averager import Averager, Item
+from localsgd_ext.binding import DEFAULT_BUCKET_MB, Mode
 from localsgd_ext.collectives import SLOTS
 
 from .shapes import SETS, Model, values
@@ -126,7 +127,7 @@ def passes(model: Model, bucket_mb: float | None) -> Callable[[], object]:
     averager.average([Item(n, p) for n, p in model.named_parameters() if p.requires_grad], step=0, round=0, interval=0).result()
 
     def both() -> None:
-        for bucket in averager._buckets:
+        for bucket in averager.bindings[Mode.WIRE].buckets:
             bucket.pack()
             bucket.apply(1)
 

@@ -1,16 +1,17 @@
-"""What a wire costs in quality: the demo's GPT trained with local SGD over each, on the same tokens, from the same weights.
+"""What local training costs in quality: the demo's GPT, trained in several ways on the same tokens, from the same weights.
 
-    python -m benchmarks.convergence [--ranks 2 4] [--seeds 3] [--steps N] [--local-sgd-steps 16] [--wires float32 int8 int4] [--json FILE]
+    python -m benchmarks.convergence [--ranks 2 4] [--seeds 3] [--steps N] [--variants float32 int8 int4] [--local-sgd-steps 16] [--json FILE]
+    python -m benchmarks.convergence --ranks 4 --variants ddp local-8 local-32 slowmo-32 diloco-32 diloco-128 qsr
 
 Processes on this machine over Gloo on the loopback interface. Held-out loss is of the final model, nats per byte; a seed decides the initial weights
-and the order of the data. "vs float32" is the relative difference to the run with wire="float32" and the same seed: mean, and worst. MB are what one
-rank sent in all averagings, the closing one (always exact) included.
+and the order of the data. "vs" is the relative difference to the first variant's run with the same seed: mean, and worst. MB are what one rank sent, the
+closing averaging (always exact) included. The wires average every --local-sgd-steps; the other variants have their number of local steps in their names.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from localsgd_ext import QSR, DiLoCo, SlowMo
 from localsgd_ext.cli.demo_training import (
     BATCH,
     CONTEXT,
@@ -38,9 +40,11 @@ from localsgd_ext.cli.demo_training import (
     Windows,
     evaluate,
     loss_function,
+    parameter_bytes,
     ranks_are_identical,
     read_text,
 )
+from localsgd_ext.wire import allreduce_bytes
 
 from .averaging import spawn, start
 from .wires import WIRES, machine
@@ -50,7 +54,6 @@ HELD_OUT_WINDOWS = 8 * EVALUATION_WINDOWS
 
 STEPS = 256
 """The default run takes about 20 minutes on two cores."""
-BASELINE = "float32"
 
 
 class Training(Protocol):
@@ -65,10 +68,38 @@ class Training(Protocol):
     def __exit__(self, *error: Any) -> Any: ...
 
 
-Variant = Callable[[nn.Module, int], Training]
-"""Given the DDP model and the number of local steps."""
+class Synchronous(contextlib.nullcontext[Any]):
+    """Plain DDP: gradients are all-reduced in every backward pass."""
 
-VARIANTS: dict[str, Variant] = {wire: functools.partial(OurLocalSGD, None, wire=wire) for wire in WIRES}
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self)
+        self.bytes_sent = 0
+        self._each = allreduce_bytes(parameter_bytes(model), dist.get_world_size())
+
+    def step(self) -> None:
+        self.bytes_sent += self._each
+
+
+Variant = Callable[[nn.Module, torch.optim.Optimizer, int], Training]
+"""Given the DDP model, the inner optimizer and --local-sgd-steps."""
+
+
+def local(steps: int, **options: Any) -> Variant:
+    return lambda model, optimizer, _: OurLocalSGD(None, model, steps, **options)
+
+
+VARIANTS: dict[str, Variant] = {
+    wire: lambda model, optimizer, steps, wire=wire: OurLocalSGD(None, model, steps, wire=wire) for wire in WIRES
+} | {
+    "ddp": lambda model, optimizer, _: Synchronous(model),
+    "local-8": local(8),
+    "local-32": local(32),
+    "slowmo-32": local(32, outer=SlowMo()),
+    "diloco-32": local(32, outer=DiLoCo()),
+    "diloco-128": local(128, outer=DiLoCo()),
+    # Rounds of 4 at the peak of the learning rate, and longer ones as that falls.
+    "qsr": lambda model, optimizer, _: OurLocalSGD(None, model, QSR(optimizer, base=4, alpha=2 * LEARNING_RATE)),
+}
 
 
 def train(build: Variant, seed: int, steps: int, local_sgd_steps: int, text: Tensor) -> tuple[nn.Module, int]:
@@ -82,7 +113,7 @@ def train(build: Variant, seed: int, steps: int, local_sgd_steps: int, text: Ten
     )
     # As Accelerate deals batches out: in turn.
     batches = [list(range(at * BATCH, (at + 1) * BATCH)) for at in range(rank, steps * ranks, ranks)]
-    with build(model, local_sgd_steps) as training:
+    with build(model, optimizer, local_sgd_steps) as training:
         for inputs, targets in DataLoader(Windows(text, steps * ranks * BATCH, seed), batch_sampler=batches):
             loss_function(model(inputs), targets).backward()
             optimizer.step()
@@ -137,13 +168,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each rank (default: %(default)s)")
     parser.add_argument("--local-sgd-steps", type=int, default=16)
-    parser.add_argument("--wires", nargs="+", default=["float32", "int8", "int4"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["float32", "int8", "int4"], choices=list(VARIANTS))
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    names = list(dict.fromkeys([BASELINE, *options.wires]))
+    names = list(dict.fromkeys(options.variants))
     seeds = [SEED + index for index in range(options.seeds)]
     result: dict[str, Any] = {
         **machine(), "steps": options.steps, "local_sgd_steps": options.local_sgd_steps,
@@ -152,8 +183,8 @@ def main() -> None:
     for ranks in options.ranks:
         print(f"\n{ranks} ranks, {options.steps} steps, averaging every {options.local_sgd_steps}", flush=True)
         runs = spawn(train_all, ranks, names, seeds, options.steps, options.local_sgd_steps)
-        rows = {name: summary(runs[name], runs[BASELINE]) for name in names}
-        print(f"  {'held-out loss':14}{'mean':>8}{'min':>9}{'max':>9}{'vs float32':>13}{'worst':>10}{'MB sent':>9}")
+        rows = {name: summary(runs[name], runs[names[0]]) for name in names}
+        print(f"  {'held-out loss':14}{'mean':>8}{'min':>9}{'max':>9}{'vs ' + names[0]:>13}{'worst':>10}{'MB sent':>9}")
         for name, row in rows.items():
             print(
                 f"  {name:14}{row['mean']:>8.4f}{row['min']:>9.4f}{row['max']:>9.4f}{row['relative_mean']:>+13.3%}"

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from localsgd_ext.averager import Averager, Item, resolve_group
 from localsgd_ext.backends import BoundBucket
+from localsgd_ext.binding import Mode
 
 from .shapes import SETS
 
@@ -105,7 +106,7 @@ def bound(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[BoundBucket
     """The native engine's buckets, tied to the tensors and to a ring of staging buffers exactly as for an averaging."""
     native = averager("native", bucket_mb)
     native._bind(items(tensors))
-    return native._buckets
+    return native.bindings[Mode.WIRE].buckets
 
 
 def kernels(

@@ -44,17 +44,25 @@ WorkPtr all_gather(Group& group, at::Tensor output, at::Tensor input, const Term
 }  // namespace
 
 CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
-                         Chunks chunks, int64_t count, StatePart anchor, StatePart residual, int64_t rank, int64_t size)
-    : Exchange(flats, segments, staging, anchor.here().numel(), drift_numel),
+                         Chunks chunks, int64_t count, std::vector<StatePart> state, Outer outer, int64_t rank, int64_t size)
+    : Exchange(flats, segments, staging, state.at(0).here().value().numel(), drift_numel),
       chunks_(chunks),
       count_(count),
-      anchor_(std::move(anchor)),
-      residual_(std::move(residual)),
+      anchor_(std::move(state.at(0))),
+      residual_(std::move(state.at(1))),
+      momentum_(std::move(state.at(2))),
+      outer_(outer),
       rank_(rank),
       size_(size) {
   const int64_t nbytes = count * chunks.nbytes;
-  TORCH_CHECK(staging_.numel() >= 2 * nbytes && residual_.here().numel() == numel_ && count * chunks.blocks * kBlock >= numel_,
+  TORCH_CHECK(staging_.numel() >= 2 * nbytes && count * chunks.blocks * kBlock >= numel_,
               "localsgd_ext: the buffers do not fit their bucket");
+  const auto wide = dtype_ == at::kDouble ? at::kDouble : at::kFloat;
+  for (const StatePart* part : {&anchor_, &residual_, &momentum_}) {
+    if (!part->here()) continue;
+    TORCH_CHECK(part->here()->numel() == numel_ && part->here()->scalar_type() == wide && part->here()->is_contiguous(),
+                "localsgd_ext: the state does not fit its bucket");
+  }
   if (count == 1) {
     received_ = staging_.narrow(0, 0, 2 * nbytes);  // both ranks' codes, in rank order
     mine_ = received_.narrow(0, rank * nbytes, nbytes);
@@ -75,15 +83,20 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
 #endif
 }
 
-void CodedBucket::encode(const void* anchor, void* residual) {
+void CodedBucket::encode(const Terms& terms) {
+  const void* anchor = anchor_.fetch();
+  void* residual = residual_.fetch();
   auto* codes = static_cast<char*>(mine_.data_ptr());
 #ifdef LOCALSGD_CUDA
   if (mine_.is_cuda()) {
-    return cuda::encode(cuda::coded_table_at(table_.data_ptr(), bucket()), dtype_, chunks_, count_, anchor, residual, codes,
-                        c10::cuda::getCurrentCUDAStream());
-  }
+    cuda::encode(cuda::coded_table_at(table_.data_ptr(), bucket()), dtype_, chunks_, count_, terms.contributes, terms.divisor,
+                 anchor, residual, codes, c10::cuda::getCurrentCUDAStream());
+  } else
 #endif
-  cpu::encode(bucket(), dtype_, chunks_, count_, anchor, residual, codes);
+  {
+    cpu::encode(bucket(), dtype_, chunks_, count_, terms.contributes, terms.divisor, anchor, residual, codes);
+  }
+  residual_.store();
 }
 
 void CodedBucket::reduce(int64_t divisor, void* residual, int64_t numel) {
@@ -97,26 +110,30 @@ void CodedBucket::reduce(int64_t divisor, void* residual, int64_t numel) {
   cpu::reduce(dtype_, chunks_, size_, received, divisor, residual, numel, codes);
 }
 
-void CodedBucket::land(int64_t parts, int64_t divisor, void* anchor, double* sums) {
-  const auto* received = static_cast<const char*>(received_.data_ptr());
+void CodedBucket::land(int64_t parts, int64_t divisor, double* sums) {
+  const Received received{static_cast<const char*>(received_.data_ptr()), count_, parts, divisor};
   const bool measure = drift_numel_ > 0;
+  void* anchor = anchor_.fetch();
+  void* momentum = momentum_.fetch();
 #ifdef LOCALSGD_CUDA
   if (mine_.is_cuda()) {
-    return cuda::land(cuda::coded_table_at(table_.data_ptr(), bucket()), dtype_, chunks_, count_, parts, received, divisor, anchor,
-                      measure ? sums : nullptr, partials_.data_ptr<double>(), c10::cuda::getCurrentCUDAStream());
-  }
+    cuda::land(cuda::coded_table_at(table_.data_ptr(), bucket()), dtype_, chunks_, received, outer_, anchor, momentum,
+               measure ? sums : nullptr, partials_.data_ptr<double>(), c10::cuda::getCurrentCUDAStream());
+  } else
 #endif
-  const Sums own = cpu::land(bucket(), dtype_, chunks_, count_, parts, received, divisor, anchor, measure);
-  sums[0] += own.distance_sq;
-  sums[1] += own.mean_sq;
+  {
+    const Sums own = cpu::land(bucket(), dtype_, chunks_, received, outer_, anchor, momentum, measure);
+    sums[0] += own.distance_sq;
+    sums[1] += own.mean_sq;
+  }
+  momentum_.store();
+  if (outer_.kind != OuterKind::kGradient) anchor_.store();
 }
 
 WorkPtr CodedBucket::start(const GroupPtr& group, const Terms& terms) {
   const c10::OptionalDeviceGuard guard(device());
-  if (terms.contributes) {
-    const void* anchor = anchor_.fetch();
-    encode(anchor, residual_.fetch());
-    residual_.store();
+  if (terms.contributes || residual_.here()) {
+    encode(terms);
   } else {
     mine_.zero_();  // zeros in every code
   }
@@ -127,7 +144,8 @@ WorkPtr CodedBucket::advance(const GroupPtr& group, const Terms& terms) {
   if (count_ == 1) return {};
   const c10::OptionalDeviceGuard guard(device());
   const int64_t begin = std::min(rank_ * chunks_.blocks * kBlock, numel_);
-  auto* residual = static_cast<char*>(residual_.fetch()) + begin * residual_.here().element_size();
+  auto* residual = static_cast<char*>(residual_.fetch());
+  if (residual != nullptr) residual += begin * residual_.here()->element_size();
   reduce(terms.divisor, residual, std::min(chunks_.blocks * kBlock, numel_ - begin));
   residual_.store();
   const at::Tensor chunk = mine_.narrow(0, 0, chunks_.nbytes);
@@ -139,13 +157,11 @@ WorkPtr CodedBucket::advance(const GroupPtr& group, const Terms& terms) {
 
 void CodedBucket::finish(const GroupPtr&, const Terms& terms, const at::Tensor& sums) {
   const c10::OptionalDeviceGuard guard(device());
-  void* anchor = anchor_.fetch();
   if (count_ == 1) {
-    land(size_, terms.divisor, anchor, sums.data_ptr<double>());  // both ranks' codes
+    land(size_, terms.divisor, sums.data_ptr<double>());  // both ranks' codes
   } else {
-    land(1, 1, anchor, sums.data_ptr<double>());  // the means that each rank has encoded of its chunk
+    land(1, 1, sums.data_ptr<double>());  // the means that each rank has encoded of its chunk
   }
-  anchor_.store();
 }
 
 }  // namespace localsgd

@@ -65,7 +65,7 @@ LOCALSGD_HD typename Wide<Wire>::type square(Wire value) {
 }
 
 // How the difference to the anchor is written where that drops bits; described in wire.py, and numbered as there.
-enum class Code : int { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+enum class Code : int { kFloat64, kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 
 constexpr int64_t kBlock = 256;  // values that share a scale
 
@@ -76,6 +76,12 @@ struct Coding {
   static constexpr int64_t kBlockBytes = kBlock * (kCode == Code::kInt4 ? 1 : kCode == Code::kInt8 ? 2 : 4) / 2;
   static constexpr float kLevels = kCode == Code::kInt4 ? 7.0f : 127.0f;
   using Stored = std::conditional_t<kCode == Code::kFloat16, c10::Half, int8_t>;
+};
+template <>
+struct Coding<Code::kFloat64> {
+  static constexpr bool kScaled = false;
+  static constexpr int64_t kBlockBytes = kBlock * 8;
+  using Stored = double;
 };
 template <>
 struct Coding<Code::kFloat32> {
@@ -89,6 +95,10 @@ struct Coding<Code::kBFloat16> {
   static constexpr int64_t kBlockBytes = kBlock * 2;
   using Stored = c10::BFloat16;
 };
+
+// In which values are encoded and decoded.
+template <Code kCode>
+using ValueOf = std::conditional_t<kCode == Code::kFloat64, double, float>;
 
 LOCALSGD_HD uint32_t bits_of(float value) {
   uint32_t bits;
@@ -133,7 +143,7 @@ LOCALSGD_HD float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale :
 // Value times inverse of its scale -> code. Values of a block with the scale 0 or NaN must be replaced by 0 before: NaN is no
 // integer.
 template <Code kCode>
-LOCALSGD_HD typename Coding<kCode>::Stored to_code(float value) {
+LOCALSGD_HD typename Coding<kCode>::Stored to_code(ValueOf<kCode> value) {
   using Stored = typename Coding<kCode>::Stored;
   if constexpr (std::is_same_v<Stored, int8_t>) {
     return static_cast<int8_t>(static_cast<int>(rintf(value)));
@@ -144,11 +154,11 @@ LOCALSGD_HD typename Coding<kCode>::Stored to_code(float value) {
 
 // Code -> value, the same one everywhere: the product is exact, or rounded once.
 template <Code kCode>
-LOCALSGD_HD float from_code(typename Coding<kCode>::Stored code, float scale) {
+LOCALSGD_HD ValueOf<kCode> from_code(typename Coding<kCode>::Stored code, float scale) {
   if constexpr (Coding<kCode>::kScaled) {
     return static_cast<float>(code) * scale;
   } else {
-    return static_cast<float>(code);
+    return static_cast<ValueOf<kCode>>(code);
   }
 }
 
@@ -159,10 +169,37 @@ LOCALSGD_HD int8_t low_code(uint8_t both) { return static_cast<int8_t>(static_ca
 LOCALSGD_HD int8_t high_code(uint8_t both) { return static_cast<int8_t>(static_cast<int8_t>(both) >> 4); }
 
 // What a code has dropped of a value; nothing is kept of what is not finite.
-template <typename W>
-LOCALSGD_HD W dropped(W value, float sent) {
+template <typename W, typename Value>
+LOCALSGD_HD W dropped(W value, Value sent) {
   const W rest = value - static_cast<W>(sent);
   return is_finite(rest) ? rest : W(0);
+}
+
+// Where a tensor of type T began the round: at the anchor, as it fits in its type.
+template <typename T, typename W>
+LOCALSGD_HD W begun(W anchor) {
+  if constexpr (std::is_same_v<T, W>) {
+    return anchor;
+  } else {
+    return static_cast<W>(static_cast<T>(anchor));
+  }
+}
+
+// What becomes of the anchor where the mean progress of a round is d; described in outer.py, and numbered as in native.py.
+enum class OuterKind : int { kMean, kSGD, kGradient };
+
+struct Outer {
+  OuterKind kind;
+  double lr;
+  double momentum;
+  bool nesterov;
+};
+
+// m <- momentum * m + d; gives how far the anchor moves, for lr = 1.
+template <typename W>
+LOCALSGD_HD W momentum_step(W d, W momentum, bool nesterov, W& m) {
+  m = momentum * m + d;
+  return nesterov ? momentum * m + d : m;
 }
 
 }  // namespace localsgd

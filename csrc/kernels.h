@@ -18,6 +18,15 @@ struct Chunks {
   int64_t nbytes;
 };
 
+// What has been received: `parts` parts of `count` chunks each. Their sum divided by `divisor` is the mean progress; a single part
+// is taken as it is.
+struct Received {
+  const char* codes;
+  int64_t count;
+  int64_t parts;
+  int64_t divisor;
+};
+
 // Of one chunk: where block number `block` has its codes and its scale.
 template <Code kCode>
 LOCALSGD_HD int64_t codes_at(int64_t block) {
@@ -39,22 +48,23 @@ void pack(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, voi
 // also gives the sums over the bucket's parameters, in an order that does not depend on the number of threads.
 Sums apply(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, const void* staging, int64_t divisor, bool measure);
 
-// The three passes of a bucket of codes. `anchor` and `residual` hold one double for each element of double tensors, else one
-// float.
+// The three passes of a bucket of codes. `anchor`, `residual` and `momentum` hold one double for each element of double tensors,
+// else one float. Without a residual what is dropped is lost, and without a momentum there is none.
 
-// Encodes (tensor - anchor) + residual into as many chunks as the bucket fills, `count` of them, zeros behind its end; the residual
-// becomes what that drops.
-void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, const void* anchor, void* residual,
-            char* codes);
+// Encodes (tensor - anchor, as it fits in the tensor) + divisor * residual into as many chunks as the bucket fills, `count` of
+// them, zeros behind its end; the residual becomes what that drops, divided by `divisor`. Without `contributes` the tensors count
+// as equal to the anchor, and are not looked at.
+void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, bool contributes, int64_t divisor,
+            const void* anchor, void* residual, char* codes);
 
-// Encodes the mean, sum over `parts` chunks (in their order) divided by `divisor`, into one chunk. Adds `divisor` times what that
-// drops to the residual of the `numel` elements of the bucket that the chunk stands for; it may stand for less than it holds.
+// Encodes the mean, sum over `parts` chunks (in their order) divided by `divisor`, into one chunk. Adds what that drops to the
+// residual of the `numel` elements of the bucket that the chunk stands for; it may stand for less than it holds.
 void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const char* received, int64_t divisor, void* residual,
             int64_t numel, char* codes);
 
-// Adds the mean, sum over `parts` parts of `count` chunks each divided by `divisor`, to the anchor, and copies that to the tensors,
-// rounding once. Gives what `apply` does.
-Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, int64_t parts, const char* received,
-          int64_t divisor, void* anchor, bool measure);
+// Moves the anchor as `outer` says for that progress, and copies it to the tensors, rounding once. With kGradient writes minus the
+// progress to `momentum` instead. Gives what `apply` does.
+Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, const Received& received, const Outer& outer,
+          void* anchor, void* momentum, bool measure);
 
 }  // namespace localsgd::cpu

@@ -1,6 +1,7 @@
 #include "pipeline.h"
 
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <deque>
@@ -70,9 +71,13 @@ at::Tensor average(const std::vector<Exchange*>& buckets, int64_t slots, const G
   };
   const auto land = [&] {
     const Flying landed = flying.front();
-    wait(*landed.work, terms);
+    {
+      RECORD_USER_SCOPE("localsgd_ext::exchange");
+      wait(*landed.work, terms);
+    }
     if (landed.bucket->device().is_cpu()) keep(landed.work);
     flying.pop_front();
+    RECORD_USER_SCOPE("localsgd_ext::apply");
     if (landed.first) {
       if (WorkPtr more = landed.bucket->advance(group, terms)) {
         flying.push_back({landed.index, landed.bucket, std::move(more), false});
@@ -88,6 +93,7 @@ at::Tensor average(const std::vector<Exchange*>& buckets, int64_t slots, const G
     for (int64_t index = 0; index < static_cast<int64_t>(buckets.size()); ++index) {
       // The staging buffer that this bucket is about to use is free once the bucket `slots` before it has been copied back.
       while (in_flight(index - slots)) land();
+      RECORD_USER_SCOPE("localsgd_ext::pack");
       flying.push_back({index, buckets[index], buckets[index]->start(group, terms), true});
     }
     while (!flying.empty()) land();

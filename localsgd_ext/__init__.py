@@ -4,18 +4,25 @@ from ._version import __version__
 from .averager import average_parameters
 from .errors import LayoutMismatchError, LocalSGDError, NonFiniteError, PeerError, PeerTimeoutError
 from .local_sgd import LocalSGD
+from .outer import DiLoCo, OuterSGD, SlowMo
 from .report import SyncReport
-from .schedules import Every
+from .schedules import QSR, DriftTarget, Every, Warmup
 
 __all__ = [
+    "QSR",
+    "DiLoCo",
+    "DriftTarget",
     "Every",
     "LayoutMismatchError",
     "LocalSGD",
     "LocalSGDError",
     "NonFiniteError",
+    "OuterSGD",
     "PeerError",
     "PeerTimeoutError",
+    "SlowMo",
     "SyncReport",
+    "Warmup",
     "__version__",
     "average_parameters",
 ]

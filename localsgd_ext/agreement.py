@@ -54,10 +54,24 @@ def difference(descriptions: Sequence[Sequence[str]], ranks: Sequence[int]) -> s
     return "the ranks differ, but no longer"  # a description that changes while it is compared
 
 
+STRETCH = 2**20
+"""Words that are summed up together."""
+
+
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A number for each tensor that differs, as good as surely, where any of its bits does. One pass, on the tensors' devices."""
-    sums = [_words(tensor).sum(dtype=torch.int32) for tensor in tensors if _has_bits(tensor)]
+    """Numbers that differ, as good as surely, where any bit of the tensors does, or their order. One pass, on the tensors' devices."""
+    sums = []
+    weights: dict[torch.device, torch.Tensor] = {}
+    for tensor in filter(_has_bits, tensors):
+        words = _words(tensor)
+        if words.device not in weights:
+            # Odd, and another for each place, so that no two words can change places unseen.
+            weights[words.device] = torch.arange(STRETCH, dtype=torch.int32, device=words.device).mul_(-1640531534).add_(1)
+        for stretch in words.split(STRETCH):
+            stretch = stretch.to(torch.int32)
+            mixed = stretch ^ (stretch >> 13)  # else two changes of a sign would cancel each other
+            sums.append((mixed * weights[words.device][: len(mixed)]).sum(dtype=torch.int32))
     if not sums:
         return []
     device = sums[0].device

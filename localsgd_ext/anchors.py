@@ -1,81 +1,232 @@
-"""What a lossy wire remembers between averagings: the anchor, equal on all ranks to the last bit, and what rounding dropped here."""
+"""What ranks remember between averagings of differences: what they last agreed on, what rounding dropped, and outer momentum."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .backends import State
-from .layout import Bucket, Table
-from .wire import wide_dtype
+from .items import Item
+from .layout import Table
+from .outer import Outer, OuterSGD, make_optimizer
+from .wire import lossless, wide_dtype
+
+
+class _Identity:
+    """Of a tensor, without keeping it alive. An address alone may be that of a tensor that is no more, and tensors compare by element."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._hash = weakref.ref(tensor), id(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        tensor = self._tensor()
+        return isinstance(other, _Identity) and tensor is not None and tensor is other._tensor()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Entry(NamedTuple):
+    """A tensor whose elements lie in a table: by name and by identity, since another tensor of that name begins anew."""
+
+    item: int  # its number
+    numel: int
+    name: str
+    stride: tuple[int, ...]  # the order in which its elements lie
+    tensor: _Identity
 
 
 class Anchors:
-    """Anchor and residual for the tables of one layout: two numbers in `wide_dtype` for each element that travels in codes.
+    """The state of a layout: flat tensors in `wide_dtype`, one number for each element of the parameters that travels as a difference.
 
-    tables: those whose wire is a code. device: where both live; None for beside the tensors. All zero until `set_to`; then the anchor is what
-    all ranks last agreed on.
+    anchor: what all ranks last agreed on, equal to the last bit. residual, where the wire is lossy: what rounding dropped on this rank, as a share of the
+    means it was meant for. momentum, where the outer optimizer has one: equal on all ranks; with an optimizer of torch's, the gradient it is given.
+    For 16-bit parameters all are float32, so that the anchor keeps steps too small for the parameters.
     """
 
-    def __init__(self, tables: Sequence[Table], device: torch.device | None) -> None:
-        self.tables = tables
+    def __init__(
+        self, tables: Sequence[Table], items: Sequence[Item], outer: Outer | None, device: torch.device | None
+    ) -> None:
+        self._tables = [(table.device, table.dtype, _entries(table, items)) for table in tables]
+        self._outer = outer
+        self._home = device
+        self._optimizer: torch.optim.Optimizer | None = None
         self.agreed = False
-        self._pairs = []
-        for table in tables:
-            home = device or table.device
-            pinned = home.type == "cpu" and table.device.type == "cuda"
-            anchor, residual = (
-                torch.zeros(table.numel, dtype=wide_dtype(table.dtype), device=home, pin_memory=pinned) for _ in range(2)
-            )
-            self._pairs.append((anchor, residual))
+        self.is_lossy = any(table.wire is not lossless(table.dtype) for table in tables)
+        has_momentum = outer.momentum > 0 if isinstance(outer, OuterSGD) else outer is not None
+        self.anchor = [self._new(*each) for each in self._tables]
+        self.residual = [self._new(*each) for each in self._tables] if self.is_lossy else []
+        self.momentum = [self._new(*each) for each in self._tables] if has_momentum else []
+
+    @classmethod
+    def for_tables(
+        cls,
+        tables: Sequence[Table],
+        items: Sequence[Item],
+        earlier: Anchors | None,
+        outer: Outer | None,
+        device: torch.device | None,
+    ) -> Anchors:
+        """Those of before where they are for the same tensors, wherever these have moved; else new ones, not agreed on, which take over what
+        was known of the tensors that stay."""
+        if earlier is None:
+            return cls(tables, items, outer, device)
+        if earlier._tables == [(table.device, table.dtype, _entries(table, items)) for table in tables]:
+            return earlier
+        made = cls(tables, items, outer, device)
+        known = {entry[1:]: place for place, entry in earlier._places()}
+        for (table, part), entry in made._places():
+            if (place := known.get(entry[1:])) is not None:
+                for new, old in zip(made._flats(), earlier._flats(), strict=True):
+                    new[table][part].copy_(old[place[0]][place[1]])
+        return made
+
+    def _places(self) -> list[tuple[tuple[int, slice], Entry]]:
+        """For each tensor its table and its part of that."""
+        places = []
+        for number, (_, _, entries) in enumerate(self._tables):
+            begin = 0
+            for entry in entries:
+                places.append(((number, slice(begin, begin + entry.numel)), entry))
+                begin += entry.numel
+        return places
+
+    def _flats(self) -> list[list[torch.Tensor]]:
+        return [each for each in (self.anchor, self.residual, self.momentum) if each]
 
     def states(self, table: Table) -> list[State]:
         """Of each bucket of a table."""
-        anchor, residual = self._pairs[self.tables.index(table)]
-        here: tuple[torch.Tensor, ...] | None = None
-        if anchor.device != table.device:
+        index = [(device, dtype) for device, dtype, _ in self._tables].index((table.device, table.dtype))
+        flats = [each[index] if each else None for each in (self.anchor, self.residual, self.momentum)]
+        here = flats
+        if self.anchor[index].device != table.device:
             most = max(bucket.numel for bucket in table.buckets)
-            here = tuple(torch.empty(most, dtype=anchor.dtype, device=table.device) for _ in range(2))
+            here = [None if each is None else torch.empty(most, dtype=each.dtype, device=table.device) for each in flats]
         begin, states = 0, []
         for bucket in table.buckets:
-            part = slice(begin, begin + bucket.numel)
+            homes = [None if each is None else each[begin : begin + bucket.numel] for each in flats]
+            theres = homes if here is flats else [None if each is None else each[: bucket.numel] for each in here]
             begin += bucket.numel
-            states.append(State(anchor[part], residual[part], here and tuple(each[: bucket.numel] for each in here)))
+            states.append(State(homes, theres))
         return states
 
+    @torch.no_grad()
     def set_to(self, flats: Sequence[torch.Tensor]) -> None:
-        """All ranks agree on the tensors as they are now; whatever rounding dropped is forgotten."""
-        for (anchor, residual), (parts, tensors) in zip(self._pairs, self._matched(flats), strict=True):
-            torch._foreach_copy_([anchor[part] for part in parts], tensors)
+        """All ranks agree on the tensors as they are now; whatever rounding dropped is forgotten. Momentum stays."""
+        for (number, part), entry in self._places():
+            anchor, tensor = self.anchor[number][part], flats[entry.item]
+            tensor = tensor.to(anchor.device)
+            if tensor.itemsize == 2:  # where the anchor rounds to it, that is it
+                tensor = torch.where(anchor.to(tensor.dtype) == tensor, anchor, tensor)
+            anchor.copy_(tensor)
+        for residual in self.residual:
             residual.zero_()
         self.agreed = True
 
-    def pour_into(self, flats: Sequence[torch.Tensor]) -> None:
-        """Add what rounding dropped to the tensors, where it had been before."""
-        for (_, residual), (parts, tensors) in zip(self._pairs, self._matched(flats), strict=True):
-            for part, tensor in zip(parts, tensors, strict=True):
-                tensor.copy_(residual[part].to(tensor.device) + tensor)
+    @torch.no_grad()
+    def pour_into(self, flats: Sequence[torch.Tensor], divisor: int) -> None:
+        """Add to the tensors what this rank owes to a mean over `divisor` ranks."""
+        for (number, part), entry in self._places() if self.residual else []:
+            tensor = flats[entry.item]
+            tensor.copy_(tensor + divisor * self.residual[number][part].to(tensor.device))
+
+    @torch.no_grad()
+    def step(self, flats: Sequence[torch.Tensor]) -> None:
+        """Let torch's optimizer move the anchors, which have their gradients by now, and all tensors with them."""
+        assert self._outer is not None
+        assert not isinstance(self._outer, OuterSGD)
+        for anchor, gradient in zip(self.anchor, self.momentum, strict=True):
+            anchor.grad = gradient
+        if self._optimizer is None:
+            self._optimizer = make_optimizer(self._outer, self.anchor)
+        self._optimizer.step()
+        for (number, part), entry in self._places():
+            flats[entry.item].copy_(self.anchor[number][part])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging."""
+        state = {}
+        for (number, part), entry in self._places():
+            if self._tables[number][1].itemsize == 2:
+                state[f"anchor.{entry.name}"] = self.anchor[number][part].detach().cpu().clone()
+            if isinstance(self._outer, OuterSGD) and self.momentum:
+                state[f"momentum.{entry.name}"] = self.momentum[number][part].cpu().clone()
+        if self._optimizer is not None:
+            for number, anchor in enumerate(self.anchor):
+                for key, value in self._optimizer.state[anchor].items():
+                    state[f"outer.{number}.{key}"] = torch.as_tensor(value).cpu().clone()
+        return state
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up what `state` gave, on all ranks alike; the anchor stands at the tensors. Warns where momentum is missing."""
+        missing = []
+        for (number, part), entry in self._places():
+            anchor = self.anchor[number][part]
+            saved = state.get(f"anchor.{entry.name}")
+            if saved is not None and saved.shape == anchor.shape:
+                dtype, saved = self._tables[number][1], saved.to(anchor.device)
+                anchor.copy_(torch.where(saved.to(dtype) == anchor.to(dtype), saved, anchor))
+            if isinstance(self._outer, OuterSGD) and self.momentum:
+                saved = state.get(f"momentum.{entry.name}")
+                if saved is not None and saved.shape == anchor.shape:
+                    self.momentum[number][part].copy_(saved)
+                else:
+                    self.momentum[number][part].zero_()
+                    missing.append(entry.name)
+        if self._outer is not None and not isinstance(self._outer, OuterSGD):
+            missing += self._load_optimizer(state)
+        if missing:
+            warnings.warn(
+                f"the checkpoint holds no momentum of the outer optimizer for {missing[0]!r} and {len(missing) - 1} more: it starts anew",
+                stacklevel=2,
+            )
+
+    def _load_optimizer(self, state: Mapping[str, torch.Tensor]) -> list[str]:
+        assert self._outer is not None
+        assert not isinstance(self._outer, OuterSGD)
+        self._optimizer, missing = make_optimizer(self._outer, self.anchor), []
+        for number, anchor in enumerate(self.anchor):
+            prefix = f"outer.{number}."
+            found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if not found or any(value.dim() and value.shape != anchor.shape for value in found.values()):
+                missing.append(f"table {number}")
+                continue
+            self._optimizer.state[anchor] = {
+                key: value.to(anchor.device if value.dim() else "cpu").clone() for key, value in found.items()
+            }
+        return missing
+
+    def outlast(self) -> bool:
+        """What is still of use when the tensors are let go: whether anything is."""
+        return bool(self.momentum)
 
     def fingerprint(self) -> int:
-        """A number that differs, as good as surely, where any bit of the anchor does. Reads all of it: for debugging."""
+        """A number that differs, as good as surely, where any bit that ranks share does. Reads all of it: for debugging."""
         digest = hashlib.sha256()
-        for anchor, _ in self._pairs:
-            digest.update(anchor.cpu().view(torch.uint8).numpy().data)
+        for each in (*self.anchor, *self.momentum):
+            # One NaN for all: engines may differ in its bits.
+            whole = torch.where(each.isnan(), torch.nan, each.detach()).cpu()
+            digest.update(whole.view(torch.uint8).numpy().data)
         return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
-    def _matched(self, flats: Sequence[torch.Tensor]) -> list[tuple[list[slice], list[torch.Tensor]]]:
-        """For each table, which part of its flat space is which stretch of a tensor."""
-        return [_matched(table.buckets, flats) for table in self.tables]
+    def _new(self, device: torch.device, dtype: torch.dtype, entries: Sequence[Entry]) -> torch.Tensor:
+        home = self._home or device
+        pinned = home.type == "cpu" and device.type == "cuda"
+        return torch.zeros(sum(entry.numel for entry in entries), dtype=wide_dtype(dtype), device=home, pin_memory=pinned)
 
 
-def _matched(buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]) -> tuple[list[slice], list[torch.Tensor]]:
-    parts, tensors, begin = [], [], 0
-    for bucket in buckets:
+def _entries(table: Table, items: Sequence[Item]) -> tuple[Entry, ...]:
+    numels: dict[int, int] = {}
+    for bucket in table.buckets:
         for segment in bucket.segments:
-            at = begin + segment.offset
-            parts.append(slice(at, at + segment.numel))
-            tensors.append(flats[segment.tensor][segment.start : segment.start + segment.numel])
-        begin += bucket.numel
-    return parts, tensors
+            numels[segment.tensor] = numels.get(segment.tensor, 0) + segment.numel
+    return tuple(
+        Entry(index, numel, items[index].name, items[index].tensor.stride(), _Identity(items[index].tensor))
+        for index, numel in numels.items()
+    )

@@ -58,7 +58,8 @@ class Standing(NamedTuple):
 
     news: what has changed since the last averaging. bad: number of the first parameter that holds NaN or inf, else
     -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
-    layout: see `Averager`. anchor: fingerprint of its anchor, where that is to be checked.
+    layout: see `Binding`. agreed: whether differences to what the ranks last agreed on can be sent. anchor: fingerprint of its anchors, where these are to be checked. following: local steps that its schedule gives
+    the next round.
     """
 
     call: Call
@@ -68,7 +69,9 @@ class Standing(NamedTuple):
     interval: int
     phase: int
     layout: int = 0
+    agreed: int = 1
     anchor: int = 0
+    following: int = 0
 
     def pack(self) -> bytes:
         return _STANDING.pack(*self)
@@ -79,7 +82,7 @@ class Standing(NamedTuple):
         return cls(_CALLS[call], _NEWS[news], *rest)
 
 
-_STANDING = struct.Struct("<8q")
+_STANDING = struct.Struct("<10q")
 _CALLS, _NEWS = tuple(Call), tuple(News)
 
 
@@ -129,11 +132,8 @@ class Control:
         self._check_calls(standings)
         if len({standing.layout for standing in standings}) > 1:
             self._raise_mismatch(describe())
-        if len({s.interval for s in standings if s.call is Call.STEP}) > 1:
-            named = zip(self.global_ranks, standings, strict=True)
-            said = "; ".join(f"rank {rank}: {s.interval} steps" for rank, s in named if s.call is Call.STEP)
-            raise LayoutMismatchError(f"the schedules of the ranks give rounds of different length ({said}); they must agree")
-        if differing := [rank for rank, each in enumerate(standings) if each.anchor != standings[0].anchor]:
+        differing = [rank for rank, each in enumerate(standings) if each.anchor != standings[0].anchor]
+        if differing and all(standing.agreed for standing in standings):
             raise LocalSGDError(
                 f"the anchors of {self._name(differing)} differ from {self._name([0])}'s at step {own.step}: what one of them received or "
                 "computed is not what the others did; go on from the last checkpoint, and report this"

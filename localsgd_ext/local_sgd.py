@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import backends, models
+from . import arguments, backends, models
 from . import wire as wires
 from ._version import __version__
 from .averager import Averager, resolve_group
+from .checkpoint import AccelerateHooks
 from .control import Call, Control
 from .errors import LocalSGDError
 from .items import check_in_place
+from .outer import Outer, OuterSGD, check_outer
 from .report import SyncReport
 from .rounds import NONFINITE, Place, Rounds
 from .schedules import Schedule, as_schedule, checked_interval
@@ -45,17 +48,19 @@ class LocalSGD:
         accelerator: an `accelerate.Accelerator`, or None for plain torch.distributed (every step() is then an optimizer step).
         model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model or a plain module. DDP starts all ranks
             from rank 0's weights; a plain module must be initialised alike on every rank.
-        local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule: a callable taking this object
-            and returning the number of local steps of the next round, 0 for a step of ordinary synchronous training (gradients
-            all-reduced by DDP; a model without DDP is averaged after that step instead).
+        local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule (`Every`, `Warmup`, `QSR`, `DriftTarget`): a
+            callable taking this object and returning the number of local steps of the next round, 0 for a step of ordinary synchronous
+            training (gradients all-reduced by DDP; a model without DDP is averaged after that step instead). It is asked when a
+            round ends, right before its averaging; the word of the first rank that is still training counts for all.
         enabled: False makes it do nothing but count steps, as does a run that is not distributed.
         count: "calls" counts every step(), as Accelerate does; "optimizer" only those at which gradients were applied,
             which the Accelerator knows; without one every call counts.
         wire: what travels for a parameter. "parameter": its own dtype; "float32": sums 16-bit parameters in float32. A wire that cannot hold
             the parameter's dtype exactly ("bfloat16", "float16", "int8", "int4"; "float32" for float64) carries the difference to the
-            last average instead, and what rounding drops goes into a later one (error feedback); it takes two float32 for
+            last average instead, and what rounding drops goes into a later one (error feedback); it keeps two float32 for
             each element of the parameters (float64 for float64). float16, int8 and int4 share a scale among 256 values. Buffers, the
-            averagings asked for (synchronize(), averaged()) and the closing one always travel exactly.
+            averagings asked for (synchronize(), averaged()) and the closing one always travel exactly. After loading other weights in place inside
+            the block call synchronize(): so large a difference would travel coarsely.
         state_device: where those two are kept: None for beside the parameters, or "cpu".
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
@@ -66,7 +71,10 @@ class LocalSGD:
         backend: "native" (compiled), "torch" (pure PyTorch), or "auto": native where it is ready or can be built. Ranks may differ.
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
         timeout: how long to wait for the other ranks at an averaging; None for the process group's own timeout.
-        outer, overlap_steps, fragments: not available yet beyond their defaults.
+        outer: what is done with the mean progress of a round: None for taking the mean; `OuterSGD`, `DiLoCo`, `SlowMo`, or a callable that makes
+            a torch.optim.Optimizer for the flat anchors. It keeps the anchor and its momentum in float32 (float64 for float64), beside what the wire
+            takes; momentum outlives the block. averaged() gives the mean of the weights, to which no outer step is applied.
+        overlap_steps, fragments: not available yet beyond their defaults.
 
     Ranks may run out of batches at different times: who leaves the block early goes on serving the others' averagings, in which
     a rank's weights count if it has trained since the last one, until all are done. All leave with the same weights.
@@ -93,7 +101,7 @@ class LocalSGD:
         *,
         count: str = "calls",
         wire: str = "parameter",
-        outer: Any = None,
+        outer: Outer | None = None,
         buffers: str = "average",
         nonfinite: str = "raise",
         overlap_steps: int = 0,
@@ -105,26 +113,22 @@ class LocalSGD:
         timeout: datetime.timedelta | None = None,
     ) -> None:
         self._schedule = as_schedule(local_sgd_steps)
-        _check_choice("count", count, COUNTS)
-        _check_choice("buffers", buffers, models.BUFFER_POLICIES)
-        _check_choice("nonfinite", nonfinite, NONFINITE)
+        arguments.check_choice("count", count, COUNTS)
+        arguments.check_choice("buffers", buffers, models.BUFFER_POLICIES)
+        arguments.check_choice("nonfinite", nonfinite, NONFINITE)
         wires.check_wire(wire)
+        check_outer(outer)
         backends.check_backend(backend)
         later = {
-            "outer": outer is not None,
             "overlap_steps": overlap_steps != 0,
             "fragments": fragments != 1,
         }
         for argument, asked in later.items():
             if asked:
                 raise NotImplementedError(f"{argument} is not available yet; leave it at its default")
-        home = _state_device(state_device)
-        if bucket_mb is not None and not (type(bucket_mb) in (int, float) and 0 < bucket_mb <= 65536):
-            raise ValueError(f"bucket_mb must be a number of MiB > 0 and <= 65536, or None for the default; got {bucket_mb!r}")
-        if timeout is not None and not isinstance(timeout, datetime.timedelta):
-            raise TypeError(f"timeout must be a datetime.timedelta, or None for the process group's; got {timeout!r}")
-        if timeout is not None and timeout <= datetime.timedelta(0):
-            raise ValueError(f"timeout must be longer than 0; got {timeout}")
+        arguments.check_bucket_mb(bucket_mb)
+        arguments.check_timeout(timeout)
+        home = arguments.state_device(state_device)
         models.check_accelerator(accelerator)
         models.check_model(model)
 
@@ -141,6 +145,7 @@ class LocalSGD:
         self._round_began = 0  # num_steps at the last scheduled averaging
         self._no_sync: contextlib.AbstractContextManager[None] | None = None
         self._rounds: Rounds | None = None  # None where there is nobody to average with
+        self._hooks: AccelerateHooks | None = None
         self._ddp: DistributedDataParallel | None = None  # None where no gradient sync has to be switched
         self._syncs_in_forward = False  # what DDP had planned for its next forward
         if not self.enabled:
@@ -156,15 +161,23 @@ class LocalSGD:
         if group is None or group.size() == 1:
             return
         backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
-        options = {"wire": wire, "buffers": buffers, "nonfinite": nonfinite, "count": count, "bucket_mb": bucket_mb}
+        options = {
+            "wire": wire,
+            "outer": outer if isinstance(outer, OuterSGD | None) else "a callable",
+            "buffers": buffers,
+            "nonfinite": nonfinite,
+            "count": count,
+            "bucket_mb": bucket_mb,
+        }
         self._rounds = Rounds(
             self._selection,
-            Averager(group, wire, backend, bucket_mb, home),
-            Averager(group, wires.EXACT, backend, bucket_mb),
+            Averager(group, wire, backend, bucket_mb, outer, home),
             Control(group, timeout),
             nonfinite,
             {"version of localsgd_ext": __version__, **options},
         )
+        if accelerator is not None:
+            self._hooks = AccelerateHooks(self, accelerator, dist.get_rank())
         if ddp is not None and models.syncs_gradients_over(ddp, group):
             self._ddp = ddp
             self._was_local = not models.keeps_equal(ddp, group)
@@ -231,12 +244,16 @@ class LocalSGD:
         if counted and self.num_steps - self._round_began >= self._interval:
             # Under DDP's gradient sync the ranks are equal already, unless they have ever trained apart: then their optimizers'
             # states differ, and equal gradients no longer make equal weights.
+            apart = self._interval > 0 or self._no_sync is not None or self._ddp is None or self._was_local
             self._round_began = self.num_steps
-            if self._interval > 0 or self._no_sync is not None or self._ddp is None or self._was_local:
-                self._average(Call.STEP)
-            elif self._rounds is not None:
-                self._rounds.moved_together()
-            self._interval = checked_interval(self._schedule, self)
+            following = checked_interval(self._schedule, self)
+            if self._rounds is not None and apart:
+                standings = self._rounds.average(Call.STEP, self._place, following)
+                # One rank's word, so that a schedule which depends on the rank cannot set them apart.
+                following = next(standing.following for standing in standings if standing.call is Call.STEP)
+            self._interval = following
+            if self._rounds is not None and not apart and following > 0:
+                self._rounds.rebase(self._place)
         if applied:
             # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
             self._train_locally(self._interval > 0)
@@ -268,13 +285,46 @@ class LocalSGD:
             finally:
                 self._lent = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Not available yet."""
-        raise NotImplementedError("LocalSGD.state_dict is not available yet; call synchronize() before saving the model")
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Counters, the place in the schedule, and what the outer optimizer keeps, as tensors by name; the same on every rank.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not available yet."""
-        raise NotImplementedError("LocalSGD.load_state_dict is not available yet")
+        To be saved beside the model, right after an averaging; `accelerator.register_for_checkpointing(local_sgd)` and
+        `accelerator.save_state()` see to both, and save every rank's own inner optimizer besides. Raises LocalSGDError inside the block if this rank
+        has trained since the last averaging: call synchronize() on all ranks before.
+        """
+        state = {} if self._rounds is None else self._rounds.state()
+        state |= {"num_steps": torch.tensor(self.num_steps), "phase": torch.tensor(self._place.phase)}
+        state["was_local"] = torch.tensor(self._was_local)
+        if self._interval is not None:
+            state["interval"] = torch.tensor(self._interval)
+        if hasattr(self._schedule, "state_dict"):
+            state |= {f"schedule.{key}": torch.as_tensor(value) for key, value in self._schedule.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`, on all ranks alike, after the model's own weights have been loaded; before the block or inside it.
+
+        A state of another number of ranks is as good. Warns where it holds nothing of a parameter's momentum.
+        """
+        if "num_steps" not in state:
+            warnings.warn("this state dict holds no state of LocalSGD: its counters and momentum start anew", stacklevel=2)
+            return
+        self.num_steps = int(state["num_steps"])
+        self._round_began = self.num_steps - int(state["phase"])
+        self._interval = int(state["interval"]) if "interval" in state else None
+        self._was_local |= bool(state["was_local"])
+        if self._rounds is not None:
+            self._rounds.restore(state, self.num_steps)
+        if hasattr(self._schedule, "load_state_dict"):
+            prefix = "schedule."
+            self._schedule.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        if self._hooks is not None:
+            self._hooks.load_optimizers()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether its `with` block has been entered, and not left."""
+        return self._inside
 
     @property
     def num_syncs(self) -> int:
@@ -334,15 +384,3 @@ class LocalSGD:
             context.__exit__(None, None, None)
             if self._ddp is not None:
                 self._ddp.require_forward_param_sync = self._syncs_in_forward
-
-
-def _state_device(device: Any) -> torch.device | None:
-    """None for beside the parameters. Raises ValueError for anything but that or the CPU."""
-    if device is None or (isinstance(device, (str, torch.device)) and str(device) == "cpu"):
-        return None if device is None else torch.device("cpu")
-    raise ValueError(f"state_device must be None (beside the parameters) or 'cpu'; got {device!r}")
-
-
-def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")

@@ -6,18 +6,19 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import agreement
 from .averager import Averager
+from .binding import Mode
 from .control import Call, Control, News, Standing
 from .errors import LocalSGDError, NonFiniteError
 from .items import Item, first_nonfinite, unexpanded, version
 from .layout import Rule
 from .models import PARAMETER_FATES, Selection
-from .report import PendingReport, SyncReport
+from .report import PendingReport, SyncReport, span
 
 NONFINITE = ("raise", "exclude", "ignore")
 
@@ -36,22 +37,19 @@ class Place(NamedTuple):
 class Rounds:
     """The averagings of one LocalSGD.
 
-    averager: for the averagings between local steps. exact: for those that round nothing away: the ones asked for, the closing one, and wherever
-    the ranks have no anchor in common. nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name.
+    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name.
     """
 
     def __init__(
         self,
         selection: Selection,
         averager: Averager,
-        exact: Averager,
         control: Control,
         nonfinite: str,
         options: Mapping[str, object],
     ) -> None:
         self._selection = selection
         self._averager = averager
-        self._exact = exact
         self._control = control
         self._checks = os.environ.get(CHECK, "") not in ("", "0")
         self._rounded = False  # whether the last averaging has dropped something, which is still to be sent
@@ -60,6 +58,9 @@ class Rounds:
         self._pending: PendingReport | None = None
         self._report: SyncReport | None = None
         self._version = (-1, -1)  # of the tensors right after the last averaging
+        self._loaded: Mapping[str, torch.Tensor] | None = None  # of a checkpoint, until the tensors are bound
+        self._begun = False  # whether the ranks have begun a block together, and not left it
+        self._equal_at = 0  # counted steps when the ranks last held the same weights
         self.count = 0  # averagings done
         self.stepped = False  # whether this rank has trained since the last one
 
@@ -81,11 +82,27 @@ class Rounds:
     def begin(self, place: Place) -> None:
         """Make sure that all ranks hold the same tensors, options and weights; where the weights differ, take rank 0's."""
         self.agree(place, equal=True)
+        self._start(place.step)
+
+    def _start(self, step: int) -> None:
+        """From what all ranks hold now."""
         items = self._selection.items()
         self._averager.bind(items)
-        self._averager.agree()
+        if (anchors := self._averager.anchors) is not None:
+            self._averager.agree()
+            anchors.agreed = first_nonfinite(items) < 0  # no progress can be told from NaN
+            if self._loaded is not None:
+                anchors.load(self._loaded)
+        self._loaded = None
+        self._begun = True
         self.stepped = self._rounded = False
+        self._equal_at = step
         self._version = version(items)
+
+    def rebase(self, place: Place) -> None:
+        """The ranks have trained in step, without averagings: where they are now, their next differences begin."""
+        if self._averager.anchors is not None:
+            self.begin(place)
 
     def agree(self, place: Place, equal: bool = False) -> None:
         """Make sure that all ranks hold the same tensors and options. equal: see `begin`."""
@@ -108,21 +125,27 @@ class Rounds:
             stacklevel=5,
         )
         with self._blaming():
-            self._exact.average(
+            self._averager.average(
                 [Item(name, tensor, Rule.FOLLOW, is_parameter=False) for name, _, tensor in described],
-                step=0, round=0, interval=0, watch=self._control.watch(), timeout=self._control.timeout,
+                step=0, round=0, interval=0, mode=Mode.VALUES, watch=self._control.watch(), timeout=self._control.timeout,
             ).result(self._control.watch())  # fmt: skip
-        self._exact.release()
 
-    def average(self, call: Call, place: Place) -> list[Standing]:
-        """Meet the other ranks, and average if one of them has something new; gives where they stood."""
+    def average(self, call: Call, place: Place, following: int = 0) -> list[Standing]:
+        """Meet the other ranks, and average if one of them has something new; gives where they stood.
+
+        following: local steps of the next round, as far as this rank is concerned.
+        """
         self.settle()
         items = self._selection.items()
         bad = -1 if self._nonfinite == "ignore" else first_nonfinite(items)
-        self._averager.bind(items)
-        anchor = self._averager.fingerprint() if self._checks else 0
-        own = Standing(call, self._news(), bad, *place, self._averager.layout, anchor)
-        standings = self._control.meet(own, lambda: agreement.describe({}, self._selection.described()))
+        # Outside a block nothing is agreed on that differences could be taken to.
+        layout = self._averager.bind(items, Mode.WIRE if self._begun else Mode.VALUES).layout
+        anchors = self._averager.anchors
+        agreed = self._begun and (anchors is None or anchors.agreed)
+        anchor = anchors.fingerprint() if self._checks and anchors is not None and agreed else 0
+        own = Standing(call, self._news(), bad, *place, layout, agreed, anchor, following)
+        with span("handshake"):
+            standings = self._control.meet(own, lambda: agreement.describe({}, self._selection.described()))
         common = min(standing.call for standing in standings)  # what those that still train are doing, if any are
         active = self._active(standings, common, items, place.step)
         if any(active):
@@ -130,7 +153,7 @@ class Rounds:
             # A rank that serves others in averaged() puts its own weights back as they do.
             lent = common is Call.AVERAGED and call is Call.EXIT
             with self.own_weights_after() if lent else contextlib.nullcontext():
-                self._replace_by_mean(items, active, place, common)
+                self._replace_by_mean(items, active, place, common, self._mode(standings, common))
         return standings
 
     def serve(self, place: Place) -> Place:
@@ -162,10 +185,6 @@ class Rounds:
             parameters, buffers = version(items)
             self._version = parameters, buffers if news is News.NOTHING else -1
 
-    def moved_together(self) -> None:
-        """The ranks have trained in step, without an averaging: their last agreement is out of date, and the next averaging is exact."""
-        self._averager.outdate()
-
     def fail(self, error: BaseException) -> None:
         """This rank gives up: tell the others, start nothing more, and wait for nothing."""
         if self._pending is not None:
@@ -173,10 +192,31 @@ class Rounds:
             self._pending = None
         self._control.fail(error)
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What goes on from here, by name, the same on every rank. Raises LocalSGDError where that is not all there is."""
+        if self._begun and (self._rounded or self._news() is not News.NOTHING):
+            raise LocalSGDError("this rank has trained since the last averaging; call synchronize() on all ranks before saving")
+        state = {"num_syncs": torch.tensor(self.count)}
+        if (report := self.report) is not None:
+            numbers = report.numbers()
+            wide = {key: torch.float64 if isinstance(value, float) else torch.int64 for key, value in numbers.items()}
+            state |= {f"report.{key}": torch.tensor(value, dtype=wide[key]) for key, value in numbers.items()}
+        anchors = self._averager.anchors
+        return state if anchors is None else state | anchors.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor], step: int) -> None:
+        """Go on from what `state` gave; the tensors have been loaded."""
+        self.count = int(state["num_syncs"])
+        saved: dict[str, Any] = {k.removeprefix("report."): v.item() for k, v in state.items() if k.startswith("report.")}
+        self._pending, self._report = None, SyncReport(**{"device_seconds": None, "backend": ""} | saved) if saved else None
+        self._loaded = state
+        if self._begun:
+            self._start(step)
+
     def release(self) -> None:
         """Hold no tensor and no buffer until the next averaging."""
+        self._begun = False
         self._averager.release()
-        self._exact.release()
         self._selection.release()
 
     def _news(self) -> News:
@@ -217,32 +257,51 @@ class Rounds:
         )
         return [each and rank not in bad for rank, each in enumerate(news)]
 
-    def _replace_by_mean(self, items: Sequence[Item], active: Sequence[bool], place: Place, common: Call) -> None:
-        exact = self._averager.is_lossy and (common is not Call.STEP or not self._averager.agreed)
-        # averaged() gives all ranks their own weights back: for the anchor it has never been.
-        agrees = exact and common is not Call.AVERAGED
-        averager = self._exact if exact else self._averager
-        if agrees and active[self._control.rank]:
-            self._averager.pour_residual()
+    def _mode(self, standings: Sequence[Standing], common: Call) -> Mode:
+        """How to average, which all ranks come to alike: from what they said, and from what they have in common."""
+        if not all(standing.agreed for standing in standings):
+            return Mode.VALUES
+        if self._averager.anchors is None:
+            return Mode.WIRE
+        if common is Call.AVERAGED:
+            return Mode.VALUES  # all ranks get their own weights back: for the anchor it has never been
+        if all(standing.news is not News.WEIGHTS for standing in standings):
+            return Mode.FLUSH
+        return Mode.WIRE if common is Call.STEP else Mode.EXACT
+
+    def _replace_by_mean(self, items: Sequence[Item], active: Sequence[bool], place: Place, common: Call, mode: Mode) -> None:
+        anchors = self._averager.anchors if self._begun else None
+        if mode is Mode.VALUES and anchors is not None and active[self._control.rank]:
+            self._averager.pour_residual(sum(active))
         with self._blaming():
-            self._pending = averager.average(
-                items, step=place.step, round=self.count + 1, interval=place.interval, active=active, watch=self._control.watch(),
-                timeout=self._control.timeout, bound=not exact,
+            self._pending = self._averager.average(
+                items, step=place.step, round=self.count + 1, interval=place.interval, local_steps=place.step - self._equal_at,
+                mode=mode, active=active, watch=self._control.watch(), timeout=self._control.timeout,
             )  # fmt: skip
-        if agrees:
-            self._averager.agree()
-            self._rounded = False
-        elif not exact:
-            self._rounded = self._averager.is_lossy
-        if exact:
-            self._exact.release()  # its buffers are seldom needed
+        if common is not Call.AVERAGED:
+            self._equal_at = place.step
+            self._rounded = mode is Mode.WIRE and anchors is not None and anchors.is_lossy
+            if mode is Mode.VALUES and anchors is not None:
+                self._averager.agree()
         self.count += 1
         self.stepped = False
         self._version = version(items)
-        # All summands are finite, and only in float16 can their sum not be.
-        if self._nonfinite != "ignore" and averager.sums_in_float16 and not self._pending.mean_sq.isfinite():
+        self._check_finite(items, place.step)
+
+    def _check_finite(self, items: Sequence[Item], step: int) -> None:
+        """All that went in was finite. Where that need not be so of what comes out, look."""
+        assert self._pending is not None
+        suspect = self._averager.sums_in_float16 or self._averager.anchors is not None
+        if self._nonfinite == "ignore" or not suspect or self._pending.mean_sq.isfinite():
+            return
+        if (bad := first_nonfinite(items)) >= 0:  # and not just too large to be squared
+            if self._averager.sums_in_float16:
+                why = "the sum over ranks overflowed float16"
+            else:
+                why = "differences, or the average, are too large for the wire or for the parameters' dtype"
             raise NonFiniteError(
-                f"the sum over ranks overflowed float16 at step {place.step}, so the average holds inf; use wire='float32'"
+                f"the average holds inf or NaN at step {step}, first in {items[bad].name!r}, though all ranks' weights were finite: {why}; "
+                "use a wire of more bits, such as wire='float32'"
             )
 
     @contextlib.contextmanager

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from .local_sgd import LocalSGD
 
 Schedule = Callable[["LocalSGD"], int]
+
+LONGEST = 2**31
+"""Steps of a round without an end in sight."""
 
 _ALLOWED = (
     "local_sgd_steps must be a whole number >= 1 (average every so many steps), "
@@ -34,6 +40,76 @@ class Every:
 
     def __call__(self, local_sgd: LocalSGD) -> int:
         return self.steps
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """`steps` steps of ordinary synchronous training (DDP all-reduces the gradients), then the schedule `then`, a number or a callable.
+
+    Post-local SGD: Lin et al. 2020, arXiv 1808.07217. Raises TypeError or ValueError for steps < 0 and for what is no schedule.
+    """
+
+    steps: int
+    then: int | Schedule
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", _whole_number(self.steps))
+        if self.steps < 0:
+            raise ValueError(f"the steps of a Warmup must be 0 or more; got {self.steps}")
+        object.__setattr__(self, "then", as_schedule(self.then))
+
+    def __call__(self, local_sgd: LocalSGD) -> int:
+        assert callable(self.then)
+        return 0 if local_sgd.num_steps < self.steps else self.then(local_sgd)
+
+
+@dataclass(frozen=True)
+class QSR:
+    """The quadratic synchronization rule: rounds of H = max(base, floor((alpha / lr)^2)) steps, longer as the learning rate falls.
+
+    Gu et al. 2024, arXiv 2310.14423. optimizer: the inner one; lr is the largest of its parameter groups', as it is when a round begins. alpha:
+    a coefficient to tune, in units of the learning rate. Where lr is 0 the round lasts until the block ends, which averages.
+    """
+
+    optimizer: torch.optim.Optimizer
+    base: int = 4
+    alpha: float = 0.0175
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", _whole_number(self.base))
+        if self.base < 1 or not self.alpha > 0:
+            raise ValueError(f"QSR needs base >= 1 and alpha > 0; got base={self.base!r}, alpha={self.alpha!r}")
+
+    def __call__(self, local_sgd: LocalSGD) -> int:
+        lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        ratio = self.alpha / lr if lr > 0 else math.inf
+        return max(self.base, math.floor(min(ratio * ratio, float(LONGEST))))
+
+
+@dataclass(frozen=True)
+class DriftTarget:
+    """Rounds as long as the ranks may take to drift apart by `target` (see `SyncReport.drift`), between min_steps and max_steps.
+
+    Starts with min_steps. Then, since drift grows with the steps of a round, about in proportion at first, the next has those of the last one
+    measured times target / drift, at most twice as many.
+    """
+
+    target: float
+    min_steps: int = 1
+    max_steps: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("min_steps", "max_steps"):
+            object.__setattr__(self, name, _whole_number(getattr(self, name)))
+        if not (self.target > 0 and 1 <= self.min_steps <= self.max_steps):
+            raise ValueError(f"DriftTarget needs target > 0 and 1 <= min_steps <= max_steps; got {self}")
+
+    def __call__(self, local_sgd: LocalSGD) -> int:
+        report = local_sgd.report
+        if report is None or not math.isfinite(report.drift):
+            return self.min_steps
+        factor = min(2.0, self.target / report.drift) if report.drift > 0 else 2.0
+        return min(self.max_steps, max(self.min_steps, round(report.local_steps * factor)))
 
 
 def as_schedule(local_sgd_steps: Any) -> Schedule:

@@ -25,13 +25,14 @@ lessen the error by 4 % elsewhere, and costs 0.5 % (int8) and 0.3 % (int4) of it
 
 
 class Code(enum.Enum):
-    """How the difference to the anchor is written, where that drops bits; a block of 256 values at a time.
+    """How the difference to the anchor is written, a block of 256 values at a time.
 
-    FLOAT32 (for float64 tensors) and BFLOAT16 round each value. The others share a scale in each block: FLOAT16 a power of two that
+    FLOAT64 and FLOAT32 are exact where differences are taken in them (`lossless`); these and BFLOAT16 round each value. The others share a scale in each block: FLOAT16 a power of two that
     makes the largest value just below 2^15, so that small differences keep their bits and nothing overflows; INT8 and INT4
     a 127th and a 7th of the largest value. Rounding is to nearest, ties to even.
     """
 
+    FLOAT64 = "float64"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -41,12 +42,12 @@ class Code(enum.Enum):
     @property
     def bits(self) -> int:
         """Of one value."""
-        return {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}[self.value]
+        return {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}[self.value]
 
     @property
     def scaled(self) -> bool:
         """Whether each block has a scale."""
-        return self not in (Code.FLOAT32, Code.BFLOAT16)
+        return self in (Code.FLOAT16, Code.INT8, Code.INT4)
 
     @property
     def block_bytes(self) -> int:
@@ -55,7 +56,7 @@ class Code(enum.Enum):
 
 
 Wire = torch.dtype | Code
-"""A dtype holds the tensor's values exactly, and its sums travel; a code does not."""
+"""With a dtype the sums of the tensors' values travel; with a code their differences to the anchor."""
 
 
 @dataclass(frozen=True)
@@ -93,19 +94,30 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def travels_as(dtype: torch.dtype, wire: str, is_parameter: bool) -> Wire:
-    """What a tensor of real dtype `dtype` sends under `wire`: its values wherever they fit, else codes.
+def lossless(dtype: torch.dtype) -> Code:
+    """The code that drops nothing of differences for a tensor of real dtype `dtype`."""
+    return Code.FLOAT64 if dtype == torch.float64 else Code.FLOAT32
+
+
+def travels_as(dtype: torch.dtype, wire: str, is_parameter: bool, with_outer: bool = False) -> Wire:
+    """What a tensor of real dtype `dtype` sends under `wire`: its values wherever they fit and nothing but their mean is asked for, else codes.
 
     Buffers always send their values: they are few, and a running variance that rounding makes negative is of no use.
     """
-    if wire == "parameter":
-        return dtype
     exact = torch.float32 if dtype.itemsize == 2 else dtype
-    if wire == EXACT or not is_parameter:
-        return exact
-    if wire == "float32" and exact == torch.float32:
-        return exact
-    return dtype if str(dtype) == f"torch.{wire}" else Code(wire)
+    if wire == "parameter":
+        name = _name(dtype)
+    elif wire == EXACT or not is_parameter:
+        name = _name(exact)
+    else:
+        name = wire
+    if is_parameter and with_outer:
+        return Code(name)
+    return next((each for each in (dtype, exact) if _name(each) == name), None) or Code(name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def elements_in(nbytes: int, wire: Wire) -> int:

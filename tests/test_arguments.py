@@ -76,7 +76,6 @@ def test_sharded_models_are_refused_without_an_accelerator_too() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("outer", object()),
         ("overlap_steps", 1),
         ("fragments", 2),
     ],

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 from localsgd_ext.averager import Averager, Item
+from localsgd_ext.binding import Mode
 
 from .groups import LateGroup, failing_group
 from .ranks import run_ranks
@@ -220,7 +221,7 @@ def _gives_up_what_is_in_flight(rank: int) -> None:
     complete(group.late[0])
     averager.group = dist.group.WORLD
     averager.average(items, step=0, round=1, interval=1)
-    buffers = {bucket.buffer.data_ptr() for bucket in averager._buckets}
+    buffers = {bucket.buffer.data_ptr() for bucket in averager.bindings[Mode.WIRE].buckets}
     assert buffers.isdisjoint(buffer.data_ptr() for buffer in group.sent), "no buffer is used again"
     complete(group.late[1])
     assert torch.equal(tensor, mean)
@@ -246,7 +247,7 @@ def _breaks_midway(rank: int, fail_at: int) -> None:
         assert (local | averaged).all(), "neither local nor averaged"
         changed += int((averaged & ~local).sum())
     assert (changed > 0) == (fail_at > 1)
-    assert not averager._buckets, "no view of the tensors is kept after a failure"
+    assert not averager.bindings, "no view of the tensors is kept after a failure"
     averager.group = dist.group.WORLD
     averager.average(items, step=0, round=1, interval=1)  # and it can average again
 

@@ -19,6 +19,7 @@ from localsgd_ext import LocalSGD
 from localsgd_ext.averager import Averager, Item
 from localsgd_ext.backends import pick
 from localsgd_ext.backends.reference import ReferenceBackend
+from localsgd_ext.binding import Mode
 from localsgd_ext.collectives import Terms
 from localsgd_ext.layout import Rule, TensorSpec, plan
 
@@ -200,7 +201,7 @@ def coded(backend: str, wire: str, state_device: str | None, dtype: torch.dtype,
     """Three rounds of odd tensors in codes; gives all that they leave."""
     model = odd_model((dtype,), 0)
     averager = Averager(
-        dist.group.WORLD, wire, backend, BUCKET_MB, None if state_device is None else torch.device(state_device)
+        dist.group.WORLD, wire, backend, BUCKET_MB, None, None if state_device is None else torch.device(state_device)
     )
     items = [Item(name, parameter) for name, parameter in model.named_parameters()]
     averager.bind(items)
@@ -210,10 +211,11 @@ def coded(backend: str, wire: str, state_device: str | None, dtype: torch.dtype,
             for index, parameter in enumerate(model.parameters()):
                 parameter.add_(values(tuple(parameter.shape), dtype, 100 * salt + index, rank).to(DEVICE), alpha=1e-3)
         averager.average(items, step=0, round=1, interval=1).result()
-    assert averager._engine.name == backend
+    assert averager.bindings[Mode.WIRE].engine.name == backend
     torch.cuda.synchronize()
-    assert averager._anchors is not None
-    return [*(p.detach() for p in model.parameters()), *(each for pair in averager._anchors._pairs for each in pair)]
+    anchors = averager.anchors
+    assert anchors is not None
+    return [*(p.detach() for p in model.parameters()), *anchors.anchor, *anchors.residual]
 
 
 CODES = [(wire, dtype) for wire in ("bfloat16", "float16", "int8", "int4") for dtype in SAME if f"torch.{wire}" != str(dtype)]
@@ -306,8 +308,8 @@ def test_launches_per_bucket(engine: Any, dtype: torch.dtype, wire: torch.dtype)
 def test_launches_per_averaging() -> None:
     averager, average = averaging(Memory(torch.float32, SIZES["odd"]).flats, "native", 0.0625)
     names = on_the_device(average)
-    assert len(averager._buckets) > 3
-    assert sum("localsgd" in name for name in names) == 3 * len(averager._buckets), names
+    assert len(averager.bindings[Mode.WIRE].buckets) > 3
+    assert sum("localsgd" in name for name in names) == 3 * len(averager.bindings[Mode.WIRE].buckets), names
     assert not [name for name in names if "HtoD" in name or "DtoH" in name]
 
 
@@ -346,8 +348,9 @@ def test_an_averaging_over_nccl_in_a_cuda_graph() -> None:  # the last one: a ca
     tensors = Memory(torch.float32, SIZES["odd"]).flats
     averager, average = averaging(tensors, "native", 0.0625)
     average().result()
+    binding = averager.bindings[Mode.WIRE]
     graph, sums = captured(
-        lambda: averager._engine.average(averager._buckets, dist.group.WORLD, Terms(True, dist.get_world_size(), 0))
+        lambda: binding.engine.average(binding.buckets, dist.group.WORLD, Terms(True, dist.get_world_size(), 0))
     )
     for scale in (2.0, 3.0):
         before = [tensor.mul_(scale).clone() for tensor in tensors]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import LocalSGD, LocalSGDError, averager, collectives
+from localsgd_ext import LocalSGD, LocalSGDError, OuterSGD, averager, collectives
 from localsgd_ext.backends import reference
 
 from .ranks import run_ranks
@@ -309,7 +309,7 @@ def _metrics(rank: int) -> None:
     metrics = local_sgd.metrics()
     assert metrics["local_sgd/drift"] == report.drift
     assert set(metrics) == {
-        f"local_sgd/{k}" for k in ("step", "round", "interval", "seconds", "wire_bytes", "drift", "active_ranks")
+        f"local_sgd/{k}" for k in ("step", "round", "interval", "local_steps", "seconds", "wire_bytes", "drift", "active_ranks")
     }
     assert all(type(value) is float for value in metrics.values())
 
@@ -409,3 +409,20 @@ def _pairs_in_the_world(rank: int) -> None:
 
 def test_ddp_over_a_part_of_the_ranks_that_average() -> None:
     run_ranks(_pairs_in_the_world, 4)
+
+
+def _profiled(rank: int) -> set[str]:
+    model = nn.Linear(3, 1)
+    with LocalSGD(None, model, 1, outer=OuterSGD(0.5)) as local_sgd:
+        for _ in range(5):
+            with torch.profiler.profile() as profile:
+                local_sgd.step()
+            names = [event.name for event in profile.events()]
+            if names:  # one that has seen nothing at all, not even torch's own operations, is no judge
+                break
+    return {name for name in names if name.startswith("localsgd_ext::")}
+
+
+def test_a_profiler_sees_the_stages_of_an_averaging() -> None:
+    names = {f"localsgd_ext::{stage}" for stage in ("handshake", "pack", "exchange", "apply")}
+    assert run_ranks(_profiled, 2) == [names] * 2

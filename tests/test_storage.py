@@ -185,7 +185,7 @@ def _memory(rank: int) -> None:
     local_sgd = LocalSGD(None, model, 1)
     with local_sgd:
         local_sgd.step()
-    assert not local_sgd._rounds._averager._buckets  # type: ignore[union-attr]
+    assert not local_sgd._rounds._averager.bindings  # type: ignore[union-attr]
 
 
 def test_buffers_and_views_are_dropped_at_the_end_of_the_block() -> None:

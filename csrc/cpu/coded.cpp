@@ -33,15 +33,15 @@ void with_types(c10::ScalarType dtype, Code code, const F& f) {
   with_type(dtype, [&](auto value) {
     using T = decltype(value);
     switch (code) {
+      case Code::kFloat64:
+        if constexpr (std::is_same_v<T, double>) return f(T{}, CodeConstant<Code::kFloat64>{});
+        break;
       case Code::kFloat32:
-        if constexpr (std::is_same_v<T, double>) return f(T{}, CodeConstant<Code::kFloat32>{});
-        break;
+        return f(T{}, CodeConstant<Code::kFloat32>{});
       case Code::kBFloat16:
-        if constexpr (!std::is_same_v<T, c10::BFloat16>) return f(T{}, CodeConstant<Code::kBFloat16>{});
-        break;
+        return f(T{}, CodeConstant<Code::kBFloat16>{});
       case Code::kFloat16:
-        if constexpr (!std::is_same_v<T, c10::Half>) return f(T{}, CodeConstant<Code::kFloat16>{});
-        break;
+        return f(T{}, CodeConstant<Code::kFloat16>{});
       case Code::kInt8:
         return f(T{}, CodeConstant<Code::kInt8>{});
       case Code::kInt4:
@@ -80,26 +80,32 @@ void mean_block(const char* codes, const char* scale, int64_t parts, int64_t str
 
 }  // namespace
 
-void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, const void* anchor, void* residual,
-            char* codes) {
+void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, bool contributes, int64_t divisor,
+            const void* anchor, void* residual, char* codes) {
   with_types(dtype, chunks.code, [&](auto value, auto code) {
     using T = decltype(value);
     using W = typename Wide<T>::type;
     constexpr Code kCode = decltype(code)::value;
     const auto* a = static_cast<const W*>(anchor);
     auto* e = static_cast<W*>(residual);
+    const auto by = static_cast<W>(divisor);
+    const W share = W(1) / by;
     for_each_piece(count * chunks.blocks, [&](int64_t first, int64_t last, int64_t) {
       const Segment* segment = segment_at(bucket, std::min(first * kBlock, bucket.numel - 1));
       for (int64_t block = first; block < last; ++block) {
-        const int64_t begin = block * kBlock, end = std::min(begin + kBlock, bucket.numel);
+        const int64_t begin = block * kBlock, n = std::min(kBlock, bucket.numel - begin);
         const auto [to, scale] = parts_of<kCode>(codes, chunks, block);
         alignas(32) W v[kBlock];
-        if (end < begin + kBlock) std::fill_n(v, kBlock, W(0));
-        for_each_run(segment, sizeof(T), begin, end, kBlock, [&](const char* data, int64_t at, int64_t n) {
-          LOCALSGD_LOOP(difference_run, reinterpret_cast<const T*>(data), a + at, e + at, v + (at - begin), n);
-        });
+        if (n < kBlock || !contributes) std::fill_n(v, kBlock, W(0));
+        if (contributes) {
+          for_each_run(segment, sizeof(T), begin, begin + std::max(n, int64_t{0}), kBlock,
+                       [&](const char* data, int64_t at, int64_t m) {
+                         LOCALSGD_LOOP(difference_run, reinterpret_cast<const T*>(data), a + at, v + (at - begin), m);
+                       });
+        }
+        if (n > 0 && e != nullptr) LOCALSGD_LOOP(add_times_run, e + begin, by, v, n);
         LOCALSGD_LOOP(encode_block<kCode>, v, to, scale);
-        if (begin < end) std::copy_n(v, end - begin, e + begin);
+        if (n > 0 && e != nullptr) LOCALSGD_LOOP(times_run, v, share, e + begin, n);
       }
     });
   });
@@ -120,14 +126,14 @@ void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const ch
         alignas(32) W mean[kBlock];
         mean_block<kCode>(from, scale_from, parts, chunks.nbytes, by, mean);
         LOCALSGD_LOOP(encode_block<kCode>, mean, to, scale_to);
-        if (begin < end) LOCALSGD_LOOP(add_times_run, mean, by, e + begin, end - begin);
+        if (begin < end && e != nullptr) LOCALSGD_LOOP(add_times_run, mean, W(1), e + begin, end - begin);
       }
     });
   });
 }
 
-Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, int64_t parts, const char* received,
-          int64_t divisor, void* anchor, bool measure) {
+Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, const Received& received, const Outer& outer,
+          void* anchor, void* momentum, bool measure) {
   const int64_t blocks = (bucket.numel + kBlock - 1) / kBlock;
   std::vector<Sums> partial((blocks + kPieceBlocks - 1) / kPieceBlocks);
   with_types(dtype, chunks.code, [&](auto value, auto code) {
@@ -135,17 +141,20 @@ Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int
     using W = typename Wide<T>::type;
     constexpr Code kCode = decltype(code)::value;
     auto* a = static_cast<W*>(anchor);
+    auto* m = static_cast<W*>(momentum);
+    const auto divisor = static_cast<W>(received.divisor);
     for_each_piece(blocks, [&](int64_t first, int64_t last, int64_t piece) {
       const Segment* segment = segment_at(bucket, first * kBlock);
       for (int64_t block = first; block < last; ++block) {
         const int64_t begin = block * kBlock, end = std::min(begin + kBlock, bucket.numel);
-        const auto [from, scale] = parts_of<kCode>(received, chunks, block);
+        const auto [from, scale] = parts_of<kCode>(received.codes, chunks, block);
         alignas(32) W mean[kBlock];
-        mean_block<kCode>(from, scale, parts, count * chunks.nbytes, static_cast<W>(divisor), mean);
+        mean_block<kCode>(from, scale, received.parts, received.count * chunks.nbytes, divisor, mean);
         for_each_run(segment, sizeof(T), begin, end, kBlock, [&](char* data, int64_t at, int64_t n) {
           // Parameters come first in a bucket, and a segment is all parameter or all buffer.
           Sums* sums = measure && at < bucket.drift_numel ? &partial[piece] : nullptr;
-          LOCALSGD_LOOP(land_run, mean + (at - begin), a + at, reinterpret_cast<T*>(data), n, sums);
+          LOCALSGD_LOOP(land_run, mean + (at - begin), outer, a + at, m == nullptr ? m : m + at, reinterpret_cast<T*>(data), n,
+                        sums);
         });
       }
     });

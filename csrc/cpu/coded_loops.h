@@ -28,24 +28,48 @@ void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t n) {
   for (; i < n; ++i) to[i] = static_cast<T>(from[i]);
 }
 
-// v[i] = (x[i] - a[i]) + e[i], for at most a block.
+// begun[i]: see elementwise.h. For at most a block.
 template <typename T, typename W>
-void difference_run(const T* __restrict__ x, const W* __restrict__ a, const W* __restrict__ e, W* __restrict__ v, int64_t n) {
+void begun_run(const W* __restrict__ a, W* __restrict__ to, int64_t n) {
   if constexpr (sizeof(T) == 2) {
-    float wide[kBlock];
-    widen(x, wide, n);
-    for (int64_t i = 0; i < n; ++i) v[i] = (wide[i] - a[i]) + e[i];
+    T narrowed[kBlock];
+    narrow(a, narrowed, n);
+    widen(narrowed, to, n);
   } else {
-    for (int64_t i = 0; i < n; ++i) v[i] = (x[i] - a[i]) + e[i];
+    std::copy_n(a, n, to);
   }
+}
+
+// v[i] = x[i] - begun[i], for at most a block.
+template <typename T, typename W>
+void difference_run(const T* __restrict__ x, const W* __restrict__ a, W* __restrict__ v, int64_t n) {
+  if constexpr (sizeof(T) == 2) {
+    W wide[kBlock], from[kBlock];
+    widen(x, wide, n);
+    begun_run<T>(a, from, n);
+    for (int64_t i = 0; i < n; ++i) v[i] = wide[i] - from[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) v[i] = x[i] - a[i];
+  }
+}
+
+template <typename W>
+void add_times_run(const W* __restrict__ from, W factor, W* __restrict__ to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] += factor * from[i];
+}
+
+template <typename W>
+void times_run(const W* __restrict__ from, W factor, W* __restrict__ to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = factor * from[i];
 }
 
 // Encodes the block v, and leaves in it what that drops.
 template <Code kCode, typename W>
 void encode_block(W* __restrict__ v, char* codes, char* scale_to) {
   using Stored = typename Coding<kCode>::Stored;
-  alignas(32) float value[kBlock];
-  for (int64_t i = 0; i < kBlock; ++i) value[i] = static_cast<float>(v[i]);
+  using Value = ValueOf<kCode>;
+  alignas(32) Value value[kBlock];
+  for (int64_t i = 0; i < kBlock; ++i) value[i] = static_cast<Value>(v[i]);
   float scale = 1.0f;
   if constexpr (Coding<kCode>::kScaled) {
     uint32_t largest = 0;
@@ -113,27 +137,42 @@ void divide_block(W* __restrict__ total, W divisor) {
   for (int64_t i = 0; i < kBlock; ++i) total[i] /= divisor;
 }
 
+// Moves the anchor for the progress d; see kernels.h. For at most a block.
 template <typename W>
-void add_times_run(const W* __restrict__ from, W factor, W* __restrict__ to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] += factor * from[i];
+void outer_run(const Outer& outer, const W* __restrict__ d, W* __restrict__ a, W* __restrict__ m, int64_t n) {
+  const auto lr = static_cast<W>(outer.lr), momentum = static_cast<W>(outer.momentum);
+  if (outer.kind == OuterKind::kMean) {
+    for (int64_t i = 0; i < n; ++i) a[i] += d[i];
+  } else if (outer.kind == OuterKind::kGradient) {
+    for (int64_t i = 0; i < n; ++i) m[i] = -d[i];
+  } else if (m == nullptr) {
+    for (int64_t i = 0; i < n; ++i) a[i] += lr * d[i];
+  } else if (outer.nesterov) {
+    for (int64_t i = 0; i < n; ++i) a[i] += lr * momentum_step(d[i], momentum, true, m[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) a[i] += lr * momentum_step(d[i], momentum, false, m[i]);
+  }
 }
 
-// a[i] += mean[i]; x[i] = a[i], for at most a block. With `sums` adds to them, in a fixed order; see apply_measured_run.
+// Moves anchor and tensor for the progress d; see kernels.h. For at most a block. With `sums` adds to them, in a fixed order; see
+// apply_measured_run.
 template <typename T, typename W>
-void land_run(const W* __restrict__ mean, W* __restrict__ a, T* __restrict__ x, int64_t n, Sums* sums) {
-  for (int64_t i = 0; i < n; ++i) a[i] += mean[i];
+void land_run(const W* __restrict__ d, const Outer& outer, W* __restrict__ a, W* __restrict__ m, T* __restrict__ x, int64_t n,
+              Sums* sums) {
   if (sums != nullptr) {
     constexpr int64_t kLanes = 16;
-    W local[kBlock];
+    W local[kBlock], mean[kBlock];
     if constexpr (sizeof(T) == 2) {
       widen(x, local, n);
     } else {
       std::copy_n(x, n, local);
     }
+    begun_run<T>(a, mean, n);
+    for (int64_t i = 0; i < n; ++i) mean[i] += d[i];
     W distance[kLanes] = {}, norm[kLanes] = {};
     const auto add = [&](int64_t i, int64_t lane) {
-      distance[lane] += distance_sq(local[i], a[i]);
-      norm[lane] += square(a[i]);
+      distance[lane] += distance_sq(local[i], mean[i]);
+      norm[lane] += square(mean[i]);
     };
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
@@ -146,6 +185,8 @@ void land_run(const W* __restrict__ mean, W* __restrict__ a, T* __restrict__ x, 
       sums->mean_sq += static_cast<double>(norm[lane]);
     }
   }
+  outer_run(outer, d, a, m, n);
+  if (outer.kind == OuterKind::kGradient) return;
   if constexpr (sizeof(T) == 2) {
     narrow(a, x, n);
   } else {

@@ -18,9 +18,9 @@ namespace {
 template <typename T>
 using WideOf = typename Wide<T>::type;
 
-// Codes that lose bits of a T; nobody asks for others.
+// Codes that hold no more than a difference does; nobody asks for others.
 template <typename T, Code kCode>
-constexpr bool kNarrows = !std::is_same_v<T, typename Coding<kCode>::Stored> && sizeof(typename Coding<kCode>::Stored) <= sizeof(T);
+constexpr bool kTravels = sizeof(typename Coding<kCode>::Stored) <= sizeof(WideOf<T>);
 
 // Calls f(i, element, its number in the bucket) for each value i of this lane that lies in the bucket.
 template <typename T, typename F>
@@ -46,23 +46,32 @@ __device__ __forceinline__ void for_each_element(const CodedTable& table, int64_
 
 template <typename T, Code kCode>
 __global__ void __launch_bounds__(kThreads, kResident)
-    encode_kernel(CodedTable table, Chunks chunks, int64_t count, const WideOf<T>* anchor, WideOf<T>* residual, char* codes) {
+    encode_kernel(CodedTable table, Chunks chunks, int64_t count, bool contributes, WideOf<T> divisor, WideOf<T> share,
+                  const WideOf<T>* anchor, WideOf<T>* residual, char* codes) {
   using W = WideOf<T>;
   const int64_t block = piece_of_this_warp();
   const int lane = threadIdx.x % kLanes;
   if (block >= count * chunks.blocks) return;
   const int64_t begin = block * kBlock;
   W values[kEach] = {};
-  if (begin < table.numel) {
+  if (begin < table.numel && contributes) {
     for_each_element<const T>(table, block, lane, [&](int i, const T& element, int64_t at) {
-      values[i] = static_cast<W>(element) - anchor[at] + residual[at];
+      values[i] = static_cast<W>(element) - begun<T>(anchor[at]);
     });
   }
+  if (residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t at = begin + lane + i * kLanes;
+      if (at < table.numel) values[i] += divisor * residual[at];
+    }
+  }
   encode_block<kCode>(values, codes + block / chunks.blocks * chunks.nbytes, chunks, block % chunks.blocks, lane);
+  if (residual == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int64_t at = begin + lane + i * kLanes;
-    if (at < table.numel) residual[at] = values[i];
+    if (at < table.numel) residual[at] = share * values[i];
   }
 }
 
@@ -75,44 +84,62 @@ __global__ void __launch_bounds__(kThreads, kResident)
   W mean[kEach];
   mean_block<kCode>(mean, received, chunks.nbytes, parts, divisor, chunks, block, lane);
   encode_block<kCode>(mean, codes, chunks, block, lane);
+  if (residual == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int64_t at = block * kBlock + lane + i * kLanes;
-    if (at < numel) residual[at] += mean[i] * divisor;
+    if (at < numel) residual[at] += mean[i];
   }
 }
+
+// See momentum_step; the momentum of one element, if there is one.
+template <typename W>
+struct OuterStep {
+  OuterKind kind;
+  W lr, momentum;
+  bool nesterov;
+  __device__ __forceinline__ W operator()(W anchor, W d, W* m) const {
+    if (kind == OuterKind::kMean) return anchor + d;
+    if (kind == OuterKind::kGradient) {
+      *m = -d;
+      return anchor;
+    }
+    return anchor + lr * (m == nullptr ? d : momentum_step(d, momentum, nesterov, *m));
+  }
+};
 
 // With kMeasure also leaves the block's two sums in `partials`.
 template <typename T, Code kCode, bool kMeasure>
 __global__ void __launch_bounds__(kThreads, kResident)
-    land_kernel(CodedTable table, Chunks chunks, int64_t count, int64_t parts, const char* received, WideOf<T> divisor,
-                WideOf<T>* anchor, double* partials) {
+    land_kernel(CodedTable table, Chunks chunks, Received received, OuterStep<WideOf<T>> outer, WideOf<T>* anchor,
+                WideOf<T>* momentum, double* partials) {
   using W = WideOf<T>;
   const int64_t block = piece_of_this_warp(), begin = block * kBlock;
   const int lane = threadIdx.x % kLanes;
   W distance = 0, norm = 0;
   if (begin < table.numel) {
     // All is read before the first is written, to keep loads in flight.
-    W before[kEach] = {}, after[kEach];
+    W before[kEach] = {}, d[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int64_t at = begin + lane + i * kLanes;
       if (at < table.numel) before[i] = anchor[at];
     }
-    mean_block<kCode>(after, received + block / chunks.blocks * chunks.nbytes, count * chunks.nbytes, parts, divisor, chunks,
-                      block % chunks.blocks, lane);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) after[i] = before[i] + after[i];
+    mean_block<kCode>(d, received.codes + block / chunks.blocks * chunks.nbytes, received.count * chunks.nbytes, received.parts,
+                      static_cast<W>(received.divisor), chunks, block % chunks.blocks, lane);
     if constexpr (kMeasure) {
       for_each_element<const T>(table, block, lane, [&](int i, const T& element, int64_t at) {
         if (at >= table.drift_numel) return;
-        distance += distance_sq(element, after[i]);
-        norm += square(after[i]);
+        const W mean = begun<T>(before[i]) + d[i];
+        distance += distance_sq(element, mean);
+        norm += square(mean);
       });
     }
     for_each_element<T>(table, block, lane, [&](int i, T& element, int64_t at) {
-      anchor[at] = after[i];
-      element = static_cast<T>(after[i]);
+      const W after = outer(before[i], d[i], momentum == nullptr ? nullptr : momentum + at);
+      if (outer.kind == OuterKind::kGradient) return;
+      anchor[at] = after;
+      element = static_cast<T>(after);
     });
   }
   if constexpr (kMeasure) leave_sums(static_cast<double>(distance), static_cast<double>(norm), partials);
@@ -123,13 +150,14 @@ template <typename F>
 void with_code(c10::ScalarType dtype, Code code, const F& f) {
   bool known = false;
   const auto try_one = [&](auto value, auto constant) {
-    if constexpr (kNarrows<decltype(value), decltype(constant)::value>) {
+    if constexpr (kTravels<decltype(value), decltype(constant)::value>) {
       if (dtype != c10::CppTypeToScalarType<decltype(value)>::value || code != constant) return;
       known = true;
       f(value, constant);
     }
   };
   const auto try_all = [&](auto value) {
+    try_one(value, std::integral_constant<Code, Code::kFloat64>{});
     try_one(value, std::integral_constant<Code, Code::kFloat32>{});
     try_one(value, std::integral_constant<Code, Code::kBFloat16>{});
     try_one(value, std::integral_constant<Code, Code::kFloat16>{});
@@ -160,15 +188,16 @@ std::vector<char> build_coded_table(const Bucket& bucket) {
   return bytes;
 }
 
-void encode(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, int64_t count, const void* anchor, void* residual,
-            char* codes, cudaStream_t stream) {
+void encode(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, int64_t count, bool contributes, int64_t divisor,
+            const void* anchor, void* residual, char* codes, cudaStream_t stream) {
   const int64_t blocks = count * chunks.blocks;
   if (blocks == 0) return;
   with_code(dtype, chunks.code, [&](auto value, auto code) {
     using T = decltype(value);
     using W = WideOf<T>;
-    launch(encode_kernel<T, decltype(code)::value>, blocks_for(blocks), kThreads, stream, table, chunks, count,
-           static_cast<const W*>(anchor), static_cast<W*>(residual), codes);
+    launch(encode_kernel<T, decltype(code)::value>, blocks_for(blocks), kThreads, stream, table, chunks, count, contributes,
+           static_cast<W>(divisor), W(1) / static_cast<W>(divisor), static_cast<const W*>(anchor), static_cast<W*>(residual),
+           codes);
   });
 }
 
@@ -186,21 +215,20 @@ void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const ch
   });
 }
 
-void land(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, int64_t count, int64_t parts, const char* received,
-          int64_t divisor, void* anchor, double* sums, double* partials, cudaStream_t stream) {
+void land(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, const Received& received, const Outer& outer,
+          void* anchor, void* momentum, double* sums, double* partials, cudaStream_t stream) {
   if (table.numel == 0) return;
   const int64_t blocks = blocks_for((table.numel + kBlock - 1) / kBlock);
   with_code(dtype, chunks.code, [&](auto value, auto code) {
     using T = decltype(value);
     using W = WideOf<T>;
     constexpr Code kCode = decltype(code)::value;
-    const auto by = static_cast<W>(divisor);
-    auto* to = static_cast<W*>(anchor);
+    const OuterStep<W> step{outer.kind, static_cast<W>(outer.lr), static_cast<W>(outer.momentum), outer.nesterov};
+    auto *to = static_cast<W*>(anchor), *m = static_cast<W*>(momentum);
     if (sums == nullptr) {
-      return launch(land_kernel<T, kCode, false>, blocks, kThreads, stream, table, chunks, count, parts, received, by, to,
-                    partials);
+      return launch(land_kernel<T, kCode, false>, blocks, kThreads, stream, table, chunks, received, step, to, m, partials);
     }
-    launch(land_kernel<T, kCode, true>, blocks, kThreads, stream, table, chunks, count, parts, received, by, to, partials);
+    launch(land_kernel<T, kCode, true>, blocks, kThreads, stream, table, chunks, received, step, to, m, partials);
     launch(fold_kernel, int64_t{1}, kThreads, stream, static_cast<const double*>(partials), blocks, sums);
   });
 }

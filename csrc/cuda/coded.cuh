@@ -37,8 +37,8 @@ inline int64_t partials_numel(const CodedTable& table) {
 }
 
 // As cpu::encode.
-void encode(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, int64_t count, const void* anchor, void* residual,
-            char* codes, cudaStream_t stream);
+void encode(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, int64_t count, bool contributes, int64_t divisor,
+            const void* anchor, void* residual, char* codes, cudaStream_t stream);
 
 // As cpu::reduce. `received` and `codes` must not overlap.
 void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const char* received, int64_t divisor, void* residual,
@@ -47,7 +47,7 @@ void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const ch
 // As cpu::land. With `sums` (two doubles on the device) adds ||local - mean||^2 and ||mean||^2 over the bucket's parameters to
 // them, in a fixed order: equal input gives equal bits. `partials` (partials_numel doubles on the device) is scratch: its use ends
 // with this call on the stream.
-void land(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, int64_t count, int64_t parts, const char* received,
-          int64_t divisor, void* anchor, double* sums, double* partials, cudaStream_t stream);
+void land(const CodedTable& table, c10::ScalarType dtype, const Chunks& chunks, const Received& received, const Outer& outer,
+          void* anchor, void* momentum, double* sums, double* partials, cudaStream_t stream);
 
 }  // namespace localsgd::cuda

@@ -19,8 +19,9 @@ constexpr int kEach = kBlock / kLanes;  // values of a block that a lane holds
 template <typename Stored>
 __device__ __forceinline__ Stored read(const char* data, int index) {
   // There is no such load of 16-bit floats.
-  using Raw =
-      std::conditional_t<sizeof(Stored) == 4, unsigned, std::conditional_t<sizeof(Stored) == 2, unsigned short, unsigned char>>;
+  using Small = std::conditional_t<sizeof(Stored) == 2, unsigned short, unsigned char>;
+  using Large = std::conditional_t<sizeof(Stored) == 8, unsigned long long, unsigned>;
+  using Raw = std::conditional_t<(sizeof(Stored) < 4), Small, Large>;
   const Raw raw = __ldg(reinterpret_cast<const Raw*>(data) + index);
   Stored stored;
   std::memcpy(static_cast<void*>(&stored), &raw, sizeof(stored));
@@ -29,8 +30,8 @@ __device__ __forceinline__ Stored read(const char* data, int index) {
 
 // Block number `block` of a chunk, decoded.
 template <Code kCode>
-__device__ __forceinline__ void decode_block(float (&values)[kEach], const char* chunk, const Chunks& chunks, int64_t block,
-                                             int lane) {
+__device__ __forceinline__ void decode_block(ValueOf<kCode> (&values)[kEach], const char* chunk, const Chunks& chunks,
+                                             int64_t block, int lane) {
   using Stored = typename Coding<kCode>::Stored;
   const char* codes = chunk + codes_at<kCode>(block);
   float scale = 1;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void encode_block(W (&values)[kEach], char* chunk, co
   Stored stored[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const auto narrow = static_cast<float>(values[i]);
+    const auto narrow = static_cast<ValueOf<kCode>>(values[i]);
     if constexpr (Coding<kCode>::kScaled) {
       stored[i] = to_code<kCode>(inverse > 0.0f ? narrow * inverse : 0.0f);
     } else {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void mean_block(W (&mean)[kEach], const char* chunk, 
 #pragma unroll
   for (int i = 0; i < kEach; ++i) mean[i] = parts == 1 ? W(-0.0) : W(0);
   for (int64_t part = 0; part < parts; ++part, chunk += stride) {
-    float values[kEach];
+    ValueOf<kCode> values[kEach];
     decode_block<kCode>(values, chunk, chunks, block, lane);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) mean[i] += static_cast<W>(values[i]);

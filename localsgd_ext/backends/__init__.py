@@ -16,6 +16,7 @@ from ..build import BuildError
 from ..collectives import Terms
 from ..errors import LocalSGDError
 from ..layout import Bucket, Table
+from ..outer import Outer
 
 BACKENDS = ("auto", "native", "torch")
 
@@ -28,31 +29,27 @@ class BoundBucket(Protocol):
 
 
 class State:
-    """A bucket's part of the anchor and the residual: flat, in the dtype of `wide_dtype`.
+    """A bucket's part of anchor, residual and momentum (see `Anchors`); None for those that there are none of.
 
-    here: where to compute with them if they live on another device, else None; shared by all buckets, since its use ends with each
-    step of a bucket's way.
+    homes: where they are kept. heres: where to compute with them: the same tensors, or on another device ones that all buckets share,
+    since their use ends with each step of a bucket's way.
     """
 
-    def __init__(self, anchor: torch.Tensor, residual: torch.Tensor, here: tuple[torch.Tensor, ...] | None = None) -> None:
-        self.anchor, self.residual = anchor, residual
-        self.anchor_here, self.residual_here = here or (anchor, residual)
+    def __init__(self, homes: Sequence[torch.Tensor | None], heres: Sequence[torch.Tensor | None]) -> None:
+        self.homes, self.heres = homes, heres
 
-    def fetch_anchor(self) -> torch.Tensor:
-        return _moved(self.anchor, self.anchor_here)
+    def fetch(self, which: int) -> torch.Tensor | None:
+        return _moved(self.homes[which], self.heres[which])
 
-    def store_anchor(self) -> None:
-        _moved(self.anchor_here, self.anchor)
-
-    def fetch_residual(self) -> torch.Tensor:
-        return _moved(self.residual, self.residual_here)
-
-    def store_residual(self) -> None:
-        _moved(self.residual_here, self.residual)
+    def store(self, which: int) -> None:
+        _moved(self.heres[which], self.homes[which])
 
 
-def _moved(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return target if target is source else target.copy_(source, non_blocking=True)
+ANCHOR, RESIDUAL, MOMENTUM = range(3)
+
+
+def _moved(source: torch.Tensor | None, target: torch.Tensor | None) -> torch.Tensor | None:
+    return target if source is None or target is None or target is source else target.copy_(source, non_blocking=True)
 
 
 class Backend(Protocol):
@@ -77,11 +74,12 @@ class Backend(Protocol):
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
         state: State,
+        outer: Outer | None,
         rank: int,
         size: int,
     ) -> BoundBucket:
-        """As `bind`, for a table whose wire is a code. staging: twice the bytes of the bucket's `Chunks`. state: the bucket's part. rank,
-        size: of the group."""
+        """As `bind`, for a table whose wire is a code. staging: twice the bytes of the bucket's `Chunks`. state: the bucket's part. outer: an
+        optimizer of torch's gets its gradient, -d, in the place of the momentum; anchor and tensors are then left to it. rank, size: of the group."""
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Pack, exchange and apply all buckets in a pipeline of SLOTS staging buffers; bucket k uses number k % SLOTS.

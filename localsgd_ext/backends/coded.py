@@ -1,4 +1,4 @@
-"""Buckets of codes in pure PyTorch: the difference to the anchor is encoded with error feedback, and the anchor moves by the mean.
+"""Buckets of codes in pure PyTorch: differences to the anchor are encoded with error feedback, and the anchor follows their mean.
 
 Error feedback: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847. Every rank decodes the same bytes by the same
 arithmetic, so the anchors stay equal to the last bit; no product is fused into an addition, so engines agree likewise.
@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from ..collectives import Terms, all_gather, all_to_all
 from ..layout import Bucket, Table
-from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, wide_dtype
-from . import State
+from ..outer import Outer, OuterSGD
+from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, lossless, wide_dtype
+from . import ANCHOR, MOMENTUM, RESIDUAL, State
 
 LEVELS = {Code.INT8: 127.0, Code.INT4: 7.0}
 """The largest code."""
@@ -31,32 +32,32 @@ def encode(v: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tenso
     gets the scale NaN (a single value becomes NaN or inf where there are no scales), one whose scale would be subnormal 0; of the
     former nothing is kept as dropped, of the latter all.
     """
-    v32 = v.float()
+    v32 = v if code is Code.FLOAT64 else v.float()
     if code.scaled:
         scale, inverse = scale_of(v32.abs().amax(1, keepdim=True), code)
         scales.copy_(scale)
         v32 = torch.where(inverse > 0, v32, 0.0) * inverse
-    if code is Code.FLOAT32 or code is Code.BFLOAT16 or code is Code.FLOAT16:
-        dtype: torch.dtype = getattr(torch, code.value)
-        codes.view(dtype).copy_(v32)
-    else:
+    if code in LEVELS:
         whole = v32.round_().to(torch.int8)
         if code is Code.INT4:
             low, high = whole.view(torch.uint8).split(BLOCK // 2, 1)
             codes.copy_((low & 15) | (high << 4))
         else:
             codes.view(torch.int8).copy_(whole)
+    else:
+        codes.view(getattr(torch, code.value)).copy_(v32)
     dropped = v.sub_(decode(code, codes, scales))
     dropped.masked_fill_(~dropped.isfinite(), 0.0)
 
 
 def decode(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The values of codes, float32, shape (blocks, 256)."""
+    """The values of codes, float32 (float64 for FLOAT64), shape (blocks, 256)."""
     if code is Code.INT4:
         # Both nibbles, with their signs.
         values = torch.cat([(codes << 4).view(torch.int8) >> 4, codes.view(torch.int8) >> 4], 1).float()
     else:
-        values = codes.view(getattr(torch, code.value)).float()
+        values = codes.view(getattr(torch, code.value))
+        values = values if code is Code.FLOAT64 else values.float()
     return values.mul_(scales.float()) if code.scaled else values
 
 
@@ -75,7 +76,7 @@ def scale_of(largest: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Ten
 class CodedBucket:
     """A bucket whose differences to the anchor travel in codes; see `BoundBucket` for the calls and their order.
 
-    staging: twice the bytes of the bucket's chunks. state: the bucket's part of anchor and residual.
+    staging: twice the bytes of the bucket's chunks. state: the bucket's part. outer: see `Backend.bind_coded`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class CodedBucket:
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
         state: State,
+        outer: Outer | None,
         rank: int,
         size: int,
     ) -> None:
@@ -97,6 +99,9 @@ class CodedBucket:
         self._sizes = [segment.numel for segment in bucket.segments]
         self._drift_numel = bucket.drift_numel
         self._state = state
+        self._outer = outer
+        self._dtype, self._wide = table.dtype, wide_dtype(table.dtype)
+        self._lossless = self._code is lossless(table.dtype)
         nbytes = self._chunks.count * self._chunks.nbytes
         if self._chunks.count == 1:
             self._received = staging[: 2 * nbytes]  # both ranks' codes, in rank order
@@ -106,17 +111,22 @@ class CodedBucket:
             self._theirs = self._received
 
     def start(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
+        """Encode this rank's progress and what it owes: what rounding has dropped from the means it took part in, as a share of these.
+
+        A rank that does not contribute still pays its debts.
+        """
+        residual = self._state.fetch(RESIDUAL)
+        v = self._zeros(self._chunks.count * self._chunks.blocks * BLOCK)
         if terms.contributes:
-            anchor, residual = self._state.fetch_anchor(), self._state.fetch_residual()
-            v = anchor.new_zeros(self._chunks.count * self._chunks.blocks * BLOCK)
             torch._foreach_copy_(list(v[: self._numel].split(self._sizes)), self._tensors)
-            v[: self._numel].sub_(anchor).add_(residual)
-            for chunk, part in zip(self._mine.view(self._chunks.count, -1), v.view(self._chunks.count, -1), strict=True):
-                self._encode(part, chunk)
-            residual.copy_(v[: self._numel])
-            self._state.store_residual()
-        else:
-            self._mine.zero_()  # zeros in every code
+            v[: self._numel].sub_(self._begun(self._anchor()))
+        if residual is not None:
+            v[: self._numel].add_(residual * terms.divisor)
+        for chunk, part in zip(self._mine.view(self._chunks.count, -1), v.view(self._chunks.count, -1), strict=True):
+            self._encode(part, chunk)
+        if residual is not None:
+            torch.mul(v[: self._numel], self._share(terms.divisor), out=residual)
+            self._state.store(RESIDUAL)
         return all_to_all(self._theirs, self._mine, group, terms.timeout)
 
     def advance(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work | None:
@@ -125,35 +135,62 @@ class CodedBucket:
             return None
         mean = self._mean(terms.divisor)
         self._encode(mean, self._mine[: self._chunks.nbytes])
-        residual = self._state.fetch_residual()
-        own = residual[self._rank * self._chunks.blocks * BLOCK :][: len(mean)]
-        own.add_(mean[: len(own)].mul_(terms.divisor))
-        self._state.store_residual()
+        if (residual := self._state.fetch(RESIDUAL)) is not None:
+            own = residual[self._rank * self._chunks.blocks * BLOCK :][: len(mean)]
+            own.add_(mean[: len(own)])
+            self._state.store(RESIDUAL)
         return all_gather(self._received, self._mine, group, terms.timeout)
 
     def finish(self, group: dist.ProcessGroup, terms: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Move the anchor by the mean and copy it to the tensors, rounding once; gives what `BoundBucket.apply` does."""
-        anchor = self._state.fetch_anchor()
+        """Let the anchor follow the mean progress d, and copy it to the tensors, rounding once; gives what `ReferenceBucket.apply` does."""
         if self._chunks.count == 1:
-            mean = self._mean(terms.divisor)
+            d = self._mean(terms.divisor)[: self._numel]
         else:
-            mean = torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)]).to(anchor.dtype)
-        anchor.add_(mean[: self._numel])
-        self._state.store_anchor()
-        after = list(anchor.split(self._sizes))
+            d = torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)])[: self._numel].to(self._wide)
+        anchor = self._anchor()
         sums = None
         if self._drift_numel:
-            new = anchor[: self._drift_numel]
-            distance = mean[: self._numel]
-            torch._foreach_copy_(list(distance.split(self._sizes)), self._tensors)
-            distance = distance[: self._drift_numel].sub_(new)
-            sums = torch.dot(distance, distance), torch.dot(new, new)
-        torch._foreach_copy_(self._tensors, after)
+            mean = self._begun(anchor) + d
+            local = self._zeros(self._numel)
+            torch._foreach_copy_(list(local.split(self._sizes)), self._tensors)
+            distance, mean = local.sub_(mean)[: self._drift_numel], mean[: self._drift_numel]
+            sums = torch.dot(distance, distance), torch.dot(mean, mean)
+        momentum = self._state.fetch(MOMENTUM)
+        if self._outer is None:
+            anchor.add_(d)
+        elif isinstance(self._outer, OuterSGD):
+            if momentum is not None:
+                momentum.mul_(self._outer.momentum).add_(d)
+                d = momentum.mul(self._outer.momentum).add_(d) if self._outer.nesterov else momentum
+            anchor.add_(d * self._outer.lr)
+        else:
+            assert momentum is not None
+            torch.neg(d, out=momentum)
+        self._state.store(MOMENTUM)
+        if self._outer is None or isinstance(self._outer, OuterSGD):
+            self._state.store(ANCHOR)
+            torch._foreach_copy_(self._tensors, list(anchor.split(self._sizes)))
         return sums
+
+    def _anchor(self) -> torch.Tensor:
+        anchor = self._state.fetch(ANCHOR)
+        assert anchor is not None
+        return anchor
+
+    def _begun(self, anchor: torch.Tensor) -> torch.Tensor:
+        """Where the tensors began the round: at the anchor, as it fits in their dtype."""
+        return anchor.to(self._dtype).to(self._wide) if self._dtype.itemsize == 2 else anchor
+
+    def _share(self, divisor: int) -> float:
+        """1 / divisor, rounded as the tensors' arithmetic does."""
+        return torch.tensor(1.0, dtype=self._wide).div_(divisor).item()
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=self._wide, device=self._mine.device)
 
     def _mean(self, divisor: int) -> torch.Tensor:
         """Of the ranks' chunks received, whose sum is taken in rank order."""
-        total = torch.zeros(self._chunks.blocks * BLOCK, dtype=self._state.anchor.dtype, device=self._mine.device)
+        total = self._zeros(self._chunks.blocks * BLOCK)
         for chunk in self._received.view(self._size, -1):
             total.add_(self._decode(chunk))
         return divide(total, divisor)

@@ -23,8 +23,12 @@ import torch.distributed as dist
 from .. import build
 from ..collectives import POLL_SECONDS, SLOTS, Terms
 from ..layout import Bucket, Rule, Table
+from ..outer import Outer, OuterSGD
 from ..wire import Chunks, Code
 from . import BoundBucket, State
+
+_MEAN, _SGD, _GRADIENT = range(3)
+"""Kinds of outer steps, numbered as in elementwise.h."""
 
 LOCK_SECONDS = 600.0
 """How long a rank waits for another that is building; a build that was killed leaves no lock behind."""
@@ -53,14 +57,19 @@ class NativeBackend:
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
         state: State,
+        outer: Outer | None,
         rank: int,
         size: int,
     ) -> BoundBucket:
         assert isinstance(table.wire, Code)
         chunks = Chunks.of(bucket.numel, table.wire, size)
+        if isinstance(outer, OuterSGD):
+            kind, lr, momentum, nesterov = _SGD, outer.lr, outer.momentum, outer.nesterov
+        else:
+            kind, lr, momentum, nesterov = _MEAN if outer is None else _GRADIENT, 1.0, 0.0, False
         return self._extension.CodedBucket(
             *_segments(bucket, flats), staging, bucket.drift_numel, list(Code).index(table.wire), chunks.count, chunks.blocks,
-            chunks.nbytes, state.anchor, state.anchor_here, state.residual, state.residual_here, rank, size,
+            chunks.nbytes, state.homes, state.heres, kind, lr, momentum, nesterov, rank, size,
         )  # fmt: skip
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
@@ -249,7 +258,9 @@ def get() -> NativeBackend:
         except OSError as error:  # a cache folder that cannot be written, say
             _loaded = build.BuildError(f"{type(error).__name__}: {error}")
     if isinstance(_loaded, build.BuildError):
-        raise _loaded
+        raise build.BuildError(
+            *_loaded.args
+        )  # a new one: each time it is raised it would hold on to the frames it came through
     return _loaded
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from ..collectives import SLOTS, Terms, abandon, all_reduce, wait
 from ..layout import Bucket, Rule, Table
+from ..outer import Outer
+from ..report import span
 from . import BoundBucket, State
 from .coded import CodedBucket, divide
 
@@ -47,10 +49,11 @@ class ReferenceBackend:
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
         state: State,
+        outer: Outer | None,
         rank: int,
         size: int,
     ) -> CodedBucket:
-        return CodedBucket(table, bucket, flats, staging, state, rank, size)
+        return CodedBucket(table, bucket, flats, staging, state, outer, rank, size)
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Bucket k is packed while k - 1 travels and k - 2 is copied back."""
@@ -59,19 +62,22 @@ class ReferenceBackend:
 
         def land() -> None:
             index, bucket, work, first = flying[0]
-            wait(work, terms.watch)
+            with span("exchange"):
+                wait(work, terms.watch)
             flying.popleft()
-            if first and (more := bucket.advance(group, terms)) is not None:
-                flying.append((index, bucket, more, False))
-            elif (pair := bucket.finish(group, terms)) is not None:
-                pairs.append(pair)
+            with span("apply"):
+                if first and (more := bucket.advance(group, terms)) is not None:
+                    flying.append((index, bucket, more, False))
+                elif (pair := bucket.finish(group, terms)) is not None:
+                    pairs.append(pair)
 
         try:
             for index, bucket in enumerate(cast("Sequence[_Bucket]", buckets)):
                 # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
                 while any(other == index - SLOTS for other, *_ in flying):
                     land()
-                flying.append((index, bucket, bucket.start(group, terms), True))
+                with span("pack"):
+                    flying.append((index, bucket, bucket.start(group, terms), True))
             while flying:
                 land()
         except BaseException:

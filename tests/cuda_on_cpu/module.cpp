@@ -80,8 +80,11 @@ class EmulatedBucket {
 class EmulatedCodedBucket {
  public:
   EmulatedCodedBucket(const Placed& placed, int64_t drift_numel, const std::string& dtype, int code, int64_t count, int64_t blocks,
-                      int64_t nbytes)
-      : dtype_(type(dtype)), chunks_{static_cast<Code>(code), blocks, nbytes}, count_(count) {
+                      int64_t nbytes, int kind, double lr, double momentum, bool nesterov)
+      : dtype_(type(dtype)),
+        chunks_{static_cast<Code>(code), blocks, nbytes},
+        count_(count),
+        outer_{static_cast<OuterKind>(kind), lr, momentum, nesterov} {
     const std::vector<Segment> segments = segments_of(placed);
     sizes_ = bucket_of(segments, drift_numel);
     bytes_ = cuda::build_coded_table(sizes_);
@@ -90,9 +93,9 @@ class EmulatedCodedBucket {
 
   int64_t partials_numel() const { return cuda::partials_numel(table()); }
 
-  void encode(uintptr_t anchor, uintptr_t residual, uintptr_t codes) const {
-    cuda::encode(table(), dtype_, chunks_, count_, reinterpret_cast<const void*>(anchor), reinterpret_cast<void*>(residual),
-                 reinterpret_cast<char*>(codes), nullptr);
+  void encode(bool contributes, int64_t divisor, uintptr_t anchor, uintptr_t residual, uintptr_t codes) const {
+    cuda::encode(table(), dtype_, chunks_, count_, contributes, divisor, reinterpret_cast<const void*>(anchor),
+                 reinterpret_cast<void*>(residual), reinterpret_cast<char*>(codes), nullptr);
   }
 
   void reduce(int64_t parts, uintptr_t received, int64_t divisor, uintptr_t residual, int64_t numel, uintptr_t codes) const {
@@ -101,10 +104,12 @@ class EmulatedCodedBucket {
                  reinterpret_cast<char*>(codes), nullptr);
   }
 
-  void land(int64_t parts, uintptr_t received, int64_t divisor, uintptr_t anchor, uintptr_t sums, uintptr_t partials) const {
+  void land(int64_t parts, uintptr_t received, int64_t divisor, uintptr_t anchor, uintptr_t momentum, uintptr_t sums,
+            uintptr_t partials) const {
     cuda_on_cpu::machine.readable = {{received, received + parts * count_ * chunks_.nbytes}};
-    cuda::land(table(), dtype_, chunks_, count_, parts, reinterpret_cast<const char*>(received), divisor,
-               reinterpret_cast<void*>(anchor), reinterpret_cast<double*>(sums), reinterpret_cast<double*>(partials), nullptr);
+    cuda::land(table(), dtype_, chunks_, {reinterpret_cast<const char*>(received), count_, parts, divisor}, outer_,
+               reinterpret_cast<void*>(anchor), reinterpret_cast<void*>(momentum), reinterpret_cast<double*>(sums),
+               reinterpret_cast<double*>(partials), nullptr);
   }
 
  private:
@@ -114,6 +119,7 @@ class EmulatedCodedBucket {
   c10::ScalarType dtype_;
   Chunks chunks_;
   int64_t count_;
+  Outer outer_;
   Bucket sizes_;
 };
 
@@ -192,12 +198,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("pack", &EmulatedBucket::pack, py::arg("staging"))
       .def("apply", &EmulatedBucket::apply, py::arg("staging"), py::arg("divisor"), py::arg("sums"), py::arg("partials"));
   py::class_<EmulatedCodedBucket>(module, "CodedBucket")
-      .def(py::init<const Placed&, int64_t, const std::string&, int, int64_t, int64_t, int64_t>(), py::arg("segments"),
-           py::arg("drift_numel"), py::arg("dtype"), py::arg("code"), py::arg("count"), py::arg("blocks"), py::arg("nbytes"))
+      .def(py::init<const Placed&, int64_t, const std::string&, int, int64_t, int64_t, int64_t, int, double, double, bool>(),
+           py::arg("segments"), py::arg("drift_numel"), py::arg("dtype"), py::arg("code"), py::arg("count"), py::arg("blocks"),
+           py::arg("nbytes"), py::arg("kind"), py::arg("lr"), py::arg("momentum"), py::arg("nesterov"))
       .def_property_readonly("partials_numel", &EmulatedCodedBucket::partials_numel)
-      .def("encode", &EmulatedCodedBucket::encode, py::arg("anchor"), py::arg("residual"), py::arg("codes"))
+      .def("encode", &EmulatedCodedBucket::encode, py::arg("contributes"), py::arg("divisor"), py::arg("anchor"),
+           py::arg("residual"), py::arg("codes"))
       .def("reduce", &EmulatedCodedBucket::reduce, py::arg("parts"), py::arg("received"), py::arg("divisor"), py::arg("residual"),
            py::arg("numel"), py::arg("codes"))
       .def("land", &EmulatedCodedBucket::land, py::arg("parts"), py::arg("received"), py::arg("divisor"), py::arg("anchor"),
-           py::arg("sums"), py::arg("partials"));
+           py::arg("momentum"), py::arg("sums"), py::arg("partials"));
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #include <vector>
 
@@ -37,7 +38,7 @@ struct PlainBlock {
     for (const W value : values) largest = std::max(largest, magnitude(static_cast<float>(value)));
     if constexpr (kScaled) scale = scale_of<kCode>(largest);
     for (int64_t i = 0; i < kBlock; ++i) {
-      const auto value = static_cast<float>(values[i]);
+      const auto value = static_cast<ValueOf<kCode>>(values[i]);
       codes[i] = to_code<kCode>(!kScaled ? value : inverse_of(scale) > 0.0f ? value * inverse_of(scale) : 0.0f);
       values[i] = dropped(values[i], from_code<kCode>(codes[i], scale));
     }
@@ -97,6 +98,38 @@ void fill_chunks(char* data, int64_t count, const Chunks& chunks, Content conten
   }
 }
 
+// Mean, and SGD without a momentum, with one, and with Nesterov's; or the gradient for another optimizer.
+inline Outer draw_outer() {
+  const double lr = below(2) == 0 ? 1.0 : 0.7;
+  const Outer outers[] = {{OuterKind::kMean, 1.0, 0.0, false},
+                          {OuterKind::kSGD, lr, 0.0, false},
+                          {OuterKind::kSGD, lr, 0.9, false},
+                          {OuterKind::kSGD, lr, 0.9, true},
+                          {OuterKind::kGradient, 1.0, 0.0, false}};
+  return outers[below(std::size(outers))];
+}
+
+// Moves anchor and momentum of one element.
+template <typename W>
+void plain_step(const Outer& outer, W d, W& a, W& m) {
+  const auto lr = static_cast<W>(outer.lr), momentum = static_cast<W>(outer.momentum);
+  switch (outer.kind) {
+    case OuterKind::kMean:
+      a = a + d;
+      return;
+    case OuterKind::kGradient:
+      m = -d;
+      return;
+    case OuterKind::kSGD:
+      W step = d;
+      if (momentum != 0) {
+        m = momentum * m + d;
+        step = outer.nesterov ? momentum * m + d : m;
+      }
+      a = a + lr * step;
+  }
+}
+
 // One bucket of tensors of type T in code kCode.
 template <typename T, Code kCode>
 void run_coded() {
@@ -119,7 +152,13 @@ void run_coded() {
     fill<W>(memory->data(), numel, content, 1);
     return memory;
   };
-  const auto anchor = state(bucket.numel), residual = state(bucket.numel);
+  const Outer outer = draw_outer();
+  // A rank that does not contribute may still owe. A fault is in the tensors.
+  const bool contributes = fault != Fault::kNone || below(4) != 0, keeps = below(4) != 0;
+  const bool moves = outer.kind == OuterKind::kGradient || outer.momentum != 0;
+  const auto anchor = state(bucket.numel), residual = state(bucket.numel), momentum = state(bucket.numel);
+  void* const kept = keeps ? residual->data() : nullptr;
+  void* const moving = moves ? momentum->data() : nullptr;
   const Memory mine(count * chunks.nbytes, 16 * below(2)), received(size * chunks.nbytes, 16 * below(2));
   std::vector<char> bytes;
   cuda::CodedTable table{};
@@ -132,22 +171,34 @@ void run_coded() {
   const auto threads = [] { at::set_num_threads(static_cast<int>(1 + below(3))); };
   const auto copy_of = [](const Memory& memory) { return std::vector<char>(memory.data(), memory.data() + memory.bytes()); };
 
-  std::vector<char> codes = copy_of(mine), rest = copy_of(*residual), moved = copy_of(*anchor);
+  std::vector<char> codes = copy_of(mine), rest = copy_of(*residual), moved = copy_of(*anchor), speed = copy_of(*momentum);
+  const auto begun_at = [&](int64_t i) { return static_cast<W>(static_cast<T>(get<W>(moved.data(), i))); };
+  const auto many = static_cast<W>(divisor), share = W(1) / many;
   for (int64_t number = 0; number < count * blocks; ++number) {
     Block block{};
     for (int64_t i = 0, j = number * kBlock; i < kBlock && j < bucket.numel; ++i, ++j) {
       if (fault != Fault::kNone) break;  // not so many bytes are known
-      block.values[i] = (static_cast<W>(get<T>(tensors.original.data(), j)) - get<W>(moved.data(), j)) + get<W>(rest.data(), j);
+      if (contributes) block.values[i] = static_cast<W>(get<T>(tensors.original.data(), j)) - begun_at(j);
+      if (keeps) block.values[i] = block.values[i] + many * get<W>(rest.data(), j);
     }
     block.encode();
     block.write(codes.data() + number / blocks * chunks.nbytes, chunks, number % blocks);
-    for (int64_t i = 0, j = number * kBlock; i < kBlock && j < bucket.numel; ++i, ++j) put(rest.data(), j, block.values[i]);
+    for (int64_t i = 0, j = number * kBlock; keeps && i < kBlock && j < bucket.numel; ++i, ++j) {
+      put(rest.data(), j, block.values[i] * share);
+    }
+  }
+  // Nobody looks at the tensors of a rank that does not contribute.
+  for (const Segment& segment : tensors.segments) {
+    if (!contributes) ASAN_POISON_MEMORY_REGION(segment.data, segment.numel * sizeof(T));
   }
   if (on_cuda) {
-    cuda::encode(table, kType, chunks, count, anchor->data(), residual->data(), mine.data(), nullptr);
+    cuda::encode(table, kType, chunks, count, contributes, divisor, anchor->data(), kept, mine.data(), nullptr);
   } else {
     threads();
-    cpu::encode(bucket, kType, chunks, count, anchor->data(), residual->data(), mine.data());
+    cpu::encode(bucket, kType, chunks, count, contributes, divisor, anchor->data(), kept, mine.data());
+  }
+  for (const Segment& segment : tensors.segments) {
+    if (!contributes) ASAN_UNPOISON_MEMORY_REGION(segment.data, segment.numel * sizeof(T));
   }
   check_chunks<kCode>(mine.data(), codes.data(), count, chunks);
   check_same<W>(residual->data(), rest.data(), bucket.numel, "the residual after encode differs from the plain loop");
@@ -162,11 +213,11 @@ void run_coded() {
       block.mean_of(sent.data(), chunks.nbytes, size, divisor, chunks, number);
       block.encode();
       block.write(codes.data(), chunks, number);
-      for (int64_t i = 0, j = number * kBlock; i < kBlock && j < own; ++i, ++j) {
-        put(rest.data(), begin + j, get<W>(rest.data(), begin + j) + block.values[i] * static_cast<W>(divisor));
+      for (int64_t i = 0, j = number * kBlock; keeps && i < kBlock && j < own; ++i, ++j) {
+        put(rest.data(), begin + j, get<W>(rest.data(), begin + j) + block.values[i]);
       }
     }
-    char* part = residual->data() + begin * kWide;
+    void* const part = keeps ? residual->data() + begin * kWide : nullptr;
     if (on_cuda) {
       cuda_on_cpu::machine.readable = received.readable();
       cuda::reduce(kType, chunks, size, received.data(), divisor, part, own, mine.data(), nullptr);
@@ -179,32 +230,40 @@ void run_coded() {
   }
 
   const int64_t parts = count == 1 ? size : 1, by = count == 1 ? divisor : 1;
-  std::vector<char> landed(bucket.numel * sizeof(T));
+  const bool lands = outer.kind != OuterKind::kGradient;
+  std::vector<char> landed = tensors.original;
+  landed.resize(bucket.numel * sizeof(T));
   Sums sums, plain;
   for (int64_t number = 0; number < filled; ++number) {
     Block block{};
     block.mean_of(sent.data() + number / blocks * chunks.nbytes, count * chunks.nbytes, parts, by, chunks, number % blocks);
     for (int64_t i = 0, j = number * kBlock; i < kBlock && j < bucket.numel; ++i, ++j) {
-      const W after = get<W>(moved.data(), j) + block.values[i];
-      put(moved.data(), j, after);
-      put(landed.data(), j, static_cast<T>(after));
-      if (!measure || j >= bucket.drift_numel) continue;
-      const W difference = static_cast<W>(get<T>(tensors.original.data(), j)) - after;
-      plain.distance_sq += static_cast<double>(difference) * static_cast<double>(difference);
-      plain.mean_sq += static_cast<double>(after) * static_cast<double>(after);
+      const W mean = begun_at(j) + block.values[i];
+      W a = get<W>(moved.data(), j), m = get<W>(speed.data(), j);
+      plain_step(outer, block.values[i], a, m);
+      put(moved.data(), j, a);
+      put(speed.data(), j, m);
+      if (measure && j < bucket.drift_numel) {
+        const W difference = static_cast<W>(get<T>(landed.data(), j)) - mean;
+        plain.distance_sq += static_cast<double>(difference) * static_cast<double>(difference);
+        plain.mean_sq += static_cast<double>(mean) * static_cast<double>(mean);
+      }
+      if (lands) put(landed.data(), j, static_cast<T>(a));
     }
   }
+  const Received all{received.data(), count, parts, by};
   if (on_cuda) {
     std::vector<double> scratch(cuda::partials_numel(table), NAN), totals{3.0, 5.0};
     cuda_on_cpu::machine.readable = received.readable();
-    cuda::land(table, kType, chunks, count, parts, received.data(), by, anchor->data(), measure ? totals.data() : nullptr,
+    cuda::land(table, kType, chunks, all, outer, anchor->data(), moving, measure ? totals.data() : nullptr,
                measure ? scratch.data() : nullptr, nullptr);
     sums = {totals[0] - 3.0, totals[1] - 5.0};
   } else {
     threads();
-    sums = cpu::land(bucket, kType, chunks, count, parts, received.data(), by, anchor->data(), measure);
+    sums = cpu::land(bucket, kType, chunks, all, outer, anchor->data(), moving, measure);
   }
   check_same<W>(anchor->data(), moved.data(), bucket.numel, "the anchor differs from the plain loop");
+  check_same<W>(momentum->data(), speed.data(), bucket.numel, "the momentum differs from the plain loop");
   for (const Segment& segment : tensors.segments) {
     check_same<T>(segment.data, landed.data() + segment.offset * sizeof(T), segment.numel, "a tensor differs from the plain loop");
   }
@@ -214,19 +273,21 @@ void run_coded() {
   }
   check(sent == copy_of(received), "what was received has changed");
   tensors.check_guards();
-  for (const Memory* memory : {anchor.get(), residual.get(), &mine, &received}) memory->check_guard();
+  for (const Memory* memory : {anchor.get(), residual.get(), momentum.get(), &mine, &received}) memory->check_guard();
+}
+
+template <typename T>
+void add_codes(std::vector<void (*)()>& kinds) {
+  if constexpr (std::is_same_v<T, double>) kinds.push_back(run_coded<T, Code::kFloat64>);
+  kinds.insert(kinds.end(), {run_coded<T, Code::kFloat32>, run_coded<T, Code::kBFloat16>, run_coded<T, Code::kFloat16>,
+                             run_coded<T, Code::kInt8>, run_coded<T, Code::kInt4>});
 }
 
 inline std::vector<void (*)()> coded_kinds() {
-  return {run_coded<float, Code::kInt8>,
-          run_coded<double, Code::kFloat32>,
-          run_coded<c10::BFloat16, Code::kInt4>,
-          run_coded<float, Code::kFloat16>,
-          run_coded<c10::Half, Code::kBFloat16>,
-          run_coded<float, Code::kInt4>,
-          run_coded<c10::BFloat16, Code::kFloat16>,
-          run_coded<double, Code::kInt4>,
-          run_coded<float, Code::kBFloat16>,
-          run_coded<c10::Half, Code::kInt8>,
-          run_coded<double, Code::kFloat16>};
+  std::vector<void (*)()> kinds;
+  add_codes<float>(kinds);
+  add_codes<double>(kinds);
+  add_codes<c10::Half>(kinds);
+  add_codes<c10::BFloat16>(kinds);
+  return kinds;
 }

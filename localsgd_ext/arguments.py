@@ -1,0 +1,37 @@
+"""What may be passed for an argument, and what is said where it may not."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+
+
+def check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError for a value that is not one of those."""
+    if value not in allowed:
+        raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_bucket_mb(bucket_mb: Any) -> None:
+    """Raise ValueError for anything but None or a number of MiB."""
+    if bucket_mb is not None and not (type(bucket_mb) in (int, float) and 0 < bucket_mb <= 65536):
+        raise ValueError(f"bucket_mb must be a number of MiB > 0 and <= 65536, or None for the default; got {bucket_mb!r}")
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise TypeError or ValueError for anything but None or a timedelta of some length."""
+    if timeout is not None and not isinstance(timeout, datetime.timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, or None for the process group's; got {timeout!r}")
+    if timeout is not None and timeout <= datetime.timedelta(0):
+        raise ValueError(f"timeout must be longer than 0; got {timeout}")
+
+
+def state_device(device: Any) -> torch.device | None:
+    """None for beside the parameters. Raises ValueError for anything but that or the CPU."""
+    if device is None:
+        return None
+    if isinstance(device, (str, torch.device)) and str(device) == "cpu":
+        return torch.device("cpu")
+    raise ValueError(f"state_device must be None (beside the parameters) or 'cpu'; got {device!r}")

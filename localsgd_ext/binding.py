@@ -1,0 +1,195 @@
+"""Tensors laid out and tied to staging buffers: all that stays the same from one averaging to the next."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .anchors import Anchors
+from .backends import Backend, BoundBucket, pick
+from .backends.reference import ReferenceBackend
+from .collectives import SLOTS
+from .errors import LocalSGDError
+from .items import Item, check_in_place, unexpanded
+from .layout import Rule, Table, TensorSpec, is_dense, plan
+from .outer import Outer
+from .wire import AVERAGEABLE, EXACT, Chunks, Code, Wire, allreduce_bytes, broadcast_bytes, exchange_bytes, lossless, travels_as
+
+DEFAULT_BUCKET_MB = {"cpu": 4.0}
+"""MiB of one staging buffer by device type, chosen by measuring (benchmarks/averaging.py --bucket-mb)."""
+
+DEFAULT_BUCKET_MB_ELSEWHERE = 32.0
+
+
+class Mode(enum.Enum):
+    """How the tensors travel in one averaging."""
+
+    WIRE = "wire"  # as the wire says
+    EXACT = "exact"  # the same, but rounding nothing away: what was dropped before is sent, too
+    FLUSH = "flush"  # only that: there is no progress for an outer optimizer
+    VALUES = "values"  # the plain mean of the values, whatever an anchor says
+
+
+class Binding:
+    """Items tied to buffers on one group.
+
+    anchors: those of an earlier binding, taken over if they are for the same elements in the same order. `anchors` is None where all
+    travels as values. layout: a number that differs, as good as surely, between layouts.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        mode: Mode,
+        group: dist.ProcessGroup,
+        wire: str,
+        backend: str,
+        bucket_mb: float | None,
+        outer: Outer | None,
+        state_device: torch.device | None,
+        anchors: Anchors | None,
+    ) -> None:
+        self._items = items
+        self._rank, self._size = group.rank(), group.size()
+        self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.buckets: list[BoundBucket] = []
+        self.wire_bytes = 0
+        dense = [self._dense(item) for item in items]
+        self.flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
+        specs = [_spec(item, flat, mode, wire, outer) for item, flat in zip(items, self.flats, strict=True)]
+        if bucket_mb is None and specs:
+            bucket_mb = DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
+        tables = plan(specs, int((bucket_mb or 0) * 2**20))
+        self.layout = _layout(items, specs, tables)
+        coded = [table for table in tables if isinstance(table.wire, Code)]
+        self.anchors = Anchors.for_tables(coded, items, anchors, outer, state_device) if coded else None
+        self.engine: Backend = pick(backend, {table.device.type for table in tables}) if tables else ReferenceBackend()
+        self.on_cpu = all(table.device.type == "cpu" for table in tables)
+        self.on_cuda = bool(tables) and all(table.device.type == "cuda" for table in tables)
+        self.sums_in_float16 = any(t.wire is torch.float16 and t.rule is Rule.MEAN for t in tables)
+        pools = {device: self._pool([t for t in tables if t.device == device]) for device in {t.device for t in tables}}
+        for table in tables:
+            if isinstance(table.wire, Code):
+                self._bind_coded(table, table.wire, pools[table.device], None if mode is Mode.FLUSH else outer)
+            else:
+                self._bind_values(table, table.wire, pools[table.device])
+        self._places = [[place(item.tensor) for item in items] for place in _PLACE]
+
+    def fits(self, items: Sequence[Item]) -> bool:
+        """Whether these are the same tensors, where they were."""
+        return _same(items, self._items) and _unmoved(items, self._places)
+
+    def read_gaps(self) -> None:
+        for tensor, dense in self._with_gaps:
+            dense.copy_(tensor)
+
+    def write_gaps(self) -> None:
+        for tensor, dense in self._with_gaps:
+            tensor.copy_(dense)
+
+    def _dense(self, item: Item) -> torch.Tensor:
+        """The tensor itself where its memory has no gaps, else a stand-in that is copied from and to it at each averaging."""
+        check_in_place(item)
+        tensor = unexpanded(item.tensor.detach())
+        if tensor.numel() == 0 or is_dense(tensor.shape, tensor.stride()):
+            return tensor
+        stand_in = tensor.contiguous()
+        self._with_gaps.append((tensor, stand_in))
+        return stand_in
+
+    def _bind_values(self, table: Table, wire: torch.dtype, pool: list[torch.Tensor]) -> None:
+        *staging, scratch = pool
+        for bucket in table.buckets:
+            slot = staging[len(self.buckets) % SLOTS]
+            self.buckets.append(self.engine.bind(table, bucket, self.flats, slot, scratch))
+        payload = table.numel * wire.itemsize
+        if table.rule is Rule.FOLLOW:
+            self.wire_bytes += broadcast_bytes(payload, self._rank, self._size)
+        else:
+            self.wire_bytes += allreduce_bytes(payload, self._size)
+
+    def _bind_coded(self, table: Table, code: Code, pool: list[torch.Tensor], outer: Outer | None) -> None:
+        assert self.anchors is not None
+        for bucket, state in zip(table.buckets, self.anchors.states(table), strict=True):
+            slot = pool[len(self.buckets) % SLOTS]
+            self.buckets.append(self.engine.bind_coded(table, bucket, self.flats, slot, state, outer, self._rank, self._size))
+            self.wire_bytes += exchange_bytes(Chunks.of(bucket.numel, code, self._size), self._size)
+
+    def _pool(self, tables: Sequence[Table]) -> list[torch.Tensor]:
+        """SLOTS staging buffers and one scratch buffer for measuring, as bytes, each as large as the largest bucket needs."""
+        staging = scratch = 0
+        for table in tables:
+            for bucket in table.buckets:
+                if isinstance(table.wire, Code):
+                    chunks = Chunks.of(bucket.numel, table.wire, self._size)
+                    staging = max(staging, 2 * chunks.count * chunks.nbytes)
+                else:
+                    staging = max(staging, bucket.numel * table.wire.itemsize)
+                    scratch = max(scratch, bucket.drift_numel * max(4, table.wire.itemsize))
+        return [torch.empty(size, dtype=torch.uint8, device=tables[0].device) for size in [staging] * SLOTS + [scratch]]
+
+
+def _spec(item: Item, flat: torch.Tensor, mode: Mode, wire: str, outer: Outer | None) -> TensorSpec:
+    travels: Wire
+    if item.rule is Rule.FOLLOW:
+        travels = flat.dtype
+    elif flat.dtype not in AVERAGEABLE:
+        raise LocalSGDError(
+            f"tensor {item.name!r} has dtype {item.tensor.dtype}, which has no mean; averaging takes floating-point and "
+            "complex tensors (freeze it with requires_grad=False to leave it out)"
+        )
+    else:
+        travels = travels_as(flat.dtype, wire, item.is_parameter, outer is not None)
+        if isinstance(travels, Code) and mode is not Mode.WIRE:
+            travels = travels_as(flat.dtype, EXACT, item.is_parameter) if mode is Mode.VALUES else lossless(flat.dtype)
+    return TensorSpec(item.name, flat.numel(), flat.dtype, travels, flat.device, item.rule, item.is_parameter, flat.data_ptr())
+
+
+_PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    operator.attrgetter("shape"),
+    operator.attrgetter("dtype"),
+)
+"""What the layout depends on beside the tensor itself: `tensor.data = other` may change all of it."""
+
+_tensor = operator.attrgetter("tensor")
+
+
+def _same(items: Sequence[Item], bound: Sequence[Item]) -> bool:
+    return items is bound or (
+        len(items) == len(bound) and all(a.tensor is b.tensor and a[2:] == b[2:] for a, b in zip(items, bound, strict=True))
+    )
+
+
+def _unmoved(items: Sequence[Item], places: list[list[object]]) -> bool:
+    """Whether the tensors are still where they were bound. In C loops, since there may be thousands of tensors, and in ones that
+    allocate nothing that lasts, so that no garbage collection starts here."""
+    tensors = list(map(_tensor, items))
+    return all(all(map(operator.eq, map(place, tensors), was)) for place, was in zip(_PLACE, places, strict=True))
+
+
+def _layout(items: Sequence[Item], specs: Sequence[TensorSpec], tables: Sequence[Table]) -> int:
+    """Of what has to be alike on all ranks for their buckets, and the elements in them, to match."""
+    lines = (
+        f"{i.name} {list(i.tensor.shape)} {i.tensor.stride()} {i.tensor.dtype} {s.wire} {s.rule.value} {s.is_parameter}\n"
+        for i, s in zip(items, specs, strict=True)
+    )
+    # Tied tensors travel once: that, too, has to be alike.
+    digest = hashlib.sha256(("".join(lines) + str([table.numel for table in tables])).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _flat(tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """A one-dimensional view of a dense tensor's memory, in the order of the memory: real numbers, or bytes to follow."""
+    if tensor.is_conj():
+        tensor = tensor.conj()  # the numbers in memory: the mean of conjugates is the conjugate of the mean
+    if rule is Rule.MEAN and tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8) if rule is Rule.FOLLOW else flat

@@ -1,0 +1,159 @@
+"""Schedules: their formulas, and that all ranks follow the same one."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from localsgd_ext import QSR, DriftTarget, Every, LocalSGD, Warmup
+from localsgd_ext.schedules import LONGEST
+
+from .ranks import run_ranks
+from .tensors import bits, values
+
+
+def _warm_up(rank: int, wire: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(7, 5))
+    twin = DistributedDataParallel(nn.Linear(7, 5))
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, twin)]
+    syncs = []
+    with LocalSGD(None, model, Warmup(20, then=8), wire=wire) as local_sgd:
+        for step in range(36):
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                each(values((4, 7), torch.float32, step, rank)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            local_sgd.step()
+            same = bits(model.module.weight) == bits(twin.module.weight)
+            assert same == (step < 20), step
+            syncs.append(local_sgd.num_syncs)
+    assert syncs == [0] * 27 + [1] * 8 + [2]
+
+
+@pytest.mark.parametrize("wire", ["parameter", "int8"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.usefixtures("engine")
+def test_warm_up_is_ddp_to_the_last_bit(wire: str, world_size: int) -> None:
+    run_ranks(_warm_up, world_size, wire)
+
+
+def _cosine(rank: int) -> list[tuple[int, int]]:
+    """Step and interval of every averaging along a cosine schedule."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    seen = []
+    with LocalSGD(None, model, QSR(optimizer, base=4, alpha=0.2)) as local_sgd:
+        for _ in range(200):
+            optimizer.step()
+            scheduler.step()
+            syncs = local_sgd.num_syncs
+            local_sgd.step()
+            if local_sgd.num_syncs > syncs:
+                seen.append((local_sgd.num_steps, local_sgd.report.interval))
+    return seen
+
+
+def test_qsr_follows_its_formula_along_a_cosine() -> None:
+    results = run_ranks(_cosine, 2)
+    assert results[0] == results[1]
+    expected, step = [], 0
+    while True:
+        lr = 0.05 * (1 + math.cos(math.pi * step / 200))
+        interval = max(4, math.floor((0.2 / lr) ** 2))
+        if step + interval > 200:
+            break
+        step += interval
+        expected.append((step, interval))
+    assert results[0] == expected
+    assert expected[0][1] == 4
+    assert expected[-1][1] > 20
+
+
+def test_qsr_where_the_learning_rate_is_0() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.0}], lr=0.0)
+    assert QSR(optimizer)(None) == LONGEST  # type: ignore[arg-type]
+
+
+def _rank_dependent(rank: int) -> list[int]:
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    at = []
+    with LocalSGD(None, model, lambda ours: 2 if ours.num_steps == 0 else 2 + 3 * rank) as local_sgd:
+        for _ in range(12 - 4 * (rank == 0)):  # rank 0 leaves first: then the next one's word counts
+            syncs = local_sgd.num_syncs
+            local_sgd.step()
+            if local_sgd.num_syncs > syncs:
+                at.append(local_sgd.num_steps)
+    return at
+
+
+def test_a_schedule_that_depends_on_the_rank_sets_nobody_apart() -> None:
+    assert run_ranks(_rank_dependent, 2) == [[2, 4, 6, 8], [2, 4, 6, 8, 10]]
+
+
+def simulate(target: float, power: float, noise: float, **limits: int) -> list[tuple[int, float]]:
+    """Rounds of a training in which ranks drift apart by 0.001 * steps ** power."""
+    schedule, report, rounds = DriftTarget(target, **limits), None, []
+    generator = torch.Generator().manual_seed(0)
+    pending = None
+    for _ in range(40):
+        # A schedule is asked before the averaging that ends a round, so it knows of the one before.
+        steps = schedule(SimpleNamespace(report=report))  # type: ignore[arg-type]
+        report = pending
+        drift = 0.001 * steps**power * (1 + noise * torch.randn((), generator=generator).item())
+        pending = SimpleNamespace(local_steps=steps, drift=drift)
+        rounds.append((steps, drift))
+    return rounds
+
+
+@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_drift_is_held_at_its_target(power: float, noise: float) -> None:
+    rounds = simulate(0.012, power, noise)
+    assert all(abs(drift / 0.012 - 1) < 0.2 for _, drift in rounds[20:])
+
+
+def test_a_drift_target_keeps_to_its_limits() -> None:
+    assert {steps for steps, _ in simulate(1.0, 1.0, 0.0, min_steps=3, max_steps=50)[10:]} == {50}
+    assert {steps for steps, _ in simulate(1e-6, 1.0, 0.0, min_steps=3, max_steps=50)} == {3}
+    broken = SimpleNamespace(report=SimpleNamespace(local_steps=9, drift=math.inf))
+    assert DriftTarget(0.1, min_steps=2)(broken) == 2  # type: ignore[arg-type]
+    still = SimpleNamespace(report=SimpleNamespace(local_steps=9, drift=0.0))
+    assert DriftTarget(0.1)(still) == 18  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Warmup(-1, 8), ValueError),
+        (lambda: Warmup(1.5, 8), TypeError),  # type: ignore[arg-type]
+        (lambda: Warmup(3, 0), ValueError),
+        (lambda: Warmup(3, "8"), TypeError),  # type: ignore[arg-type]
+        (lambda: QSR(torch.optim.SGD([torch.zeros(1)], lr=1.0), base=0), ValueError),
+        (lambda: QSR(torch.optim.SGD([torch.zeros(1)], lr=1.0), alpha=0.0), ValueError),
+        (lambda: DriftTarget(0.0), ValueError),
+        (lambda: DriftTarget(0.1, min_steps=5, max_steps=4), ValueError),
+    ],
+)
+def test_wrong_schedules_say_so_at_once(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+def test_schedules_compose() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.001)
+    schedule = Warmup(500, then=QSR(optimizer, base=4, alpha=0.0175))
+    assert schedule(SimpleNamespace(num_steps=499)) == 0  # type: ignore[arg-type]
+    assert schedule(SimpleNamespace(num_steps=500)) == 306  # type: ignore[arg-type]
+    assert Warmup(2, then=8).then == Every(8)
