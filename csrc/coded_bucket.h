@@ -31,7 +31,7 @@ class StatePart {
 class CodedBucket : public Exchange {
  public:
   // staging: twice the bytes of `count` chunks. state: anchor, residual and momentum, of which only the anchor must be there; shape
-  // (numel,), double for double tensors, else float. lossless: nothing is owed after an averaging.
+  // (numel,), double for double tensors, else float.
   CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
               Chunks chunks, int64_t count, std::vector<StatePart> state, Outer outer, int64_t rank, int64_t size);
 

@@ -394,7 +394,7 @@ def cases(draw: st.DrawFn, contents: Sequence[str] = CONTENTS) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=110, deadline=None)
 @given(cases(), st.integers(2, 3), st.booleans())
 def test_same_bits_as_the_reference(emulated: ModuleType, case: Case, rounds: int, measure: bool) -> None:
     check_rounds(emulated, case, rounds, measure)

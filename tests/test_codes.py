@@ -42,6 +42,7 @@ def test_what_is_sent_and_what_is_dropped_make_the_value(seed: int, exponent: in
     largest = v.abs().amax(1, keepdim=True)
     # A scale is a bfloat16 that was rounded up.
     step = {
+        Code.FLOAT64: v * 0,
         Code.FLOAT32: v.abs() * 2**-23,
         Code.BFLOAT16: v.abs() * 2**-7,
         Code.FLOAT16: (v.abs() * 2**-10).maximum(largest * 2**-37),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..collectives import Terms, all_gather, all_to_all
 from ..layout import Bucket, Table
 from ..outer import Outer, OuterSGD
-from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, lossless, wide_dtype
+from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, wide_dtype
 from . import ANCHOR, MOMENTUM, RESIDUAL, State
 
 LEVELS = {Code.INT8: 127.0, Code.INT4: 7.0}
@@ -101,7 +101,6 @@ class CodedBucket:
         self._state = state
         self._outer = outer
         self._dtype, self._wide = table.dtype, wide_dtype(table.dtype)
-        self._lossless = self._code is lossless(table.dtype)
         nbytes = self._chunks.count * self._chunks.nbytes
         if self._chunks.count == 1:
             self._received = staging[: 2 * nbytes]  # both ranks' codes, in rank order
