@@ -31,7 +31,20 @@ from localsgd_ext.collectives import SLOTS
 
 from .shapes import SETS, Model, values
 
-METHODS = ("raw", "sliced", "passes", "native", "reference", "bfloat16", "int8", "int4", "torch", "torchft", "accelerate")
+METHODS = (
+    "raw",
+    "sliced",
+    "passes",
+    "native",
+    "reference",
+    "outer",
+    "bfloat16",
+    "int8",
+    "int4",
+    "torch",
+    "torchft",
+    "accelerate",
+)
 LOSSY = ("bfloat16", "int8", "int4")
 """Not for fast links, where bytes cost little: to see what the codes cost."""
 
@@ -44,6 +57,7 @@ TITLES = {
     "passes": "packing, copying back, no sending",
     "native": "localsgd_ext, backend=native",
     "reference": "localsgd_ext, backend=torch",
+    "outer": "native, outer=DiLoCo()",
     "bfloat16": "native, wire=bfloat16",
     "int8": "native, wire=int8",
     "int4": "native, wire=int4",
@@ -67,12 +81,13 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
         return sliced(trained(model), bucket_mb or DEFAULT_BUCKET_MB["cpu"])
     if method == "passes":
         return passes(model, bucket_mb)
-    if method in ("native", "reference", *LOSSY):
-        from localsgd_ext import LocalSGD
+    if method in ("native", "reference", "outer", *LOSSY):
+        from localsgd_ext import DiLoCo, LocalSGD
 
         backend = "torch" if method == "reference" else "native"
         wire = method if method in LOSSY else "parameter"
-        local_sgd = LocalSGD(None, model, 1, wire=wire, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
+        outer = DiLoCo() if method == "outer" else None
+        local_sgd = LocalSGD(None, model, 1, wire=wire, outer=outer, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
 
         def average() -> None:
             if local_sgd.num_steps == 0:
