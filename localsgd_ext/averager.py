@@ -184,6 +184,8 @@ def average_parameters(
     """
     check_wire(wire)
     check_backend(backend)
+    if isinstance(tensors, torch.nn.Module):
+        raise TypeError("tensors must be torch tensors; of a model pass model.parameters()")
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):

@@ -74,10 +74,13 @@ def check_outer(outer: Any) -> None:
 
 
 def make_optimizer(outer: OuterFactory, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """What the callable makes of the anchors. Raises TypeError where that is no optimizer."""
+    """What the callable makes of the anchors. Raises TypeError where that is no optimizer, ValueError where it is not for them."""
     made = outer(anchors)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"outer={outer!r} returned {made!r}; it must return a torch.optim.Optimizer")
+    taken = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    if taken != set(map(id, anchors)):
+        raise ValueError(f"outer={outer!r} made an optimizer of other tensors; it must be for those, and all of those, it is called with")
     return made
 
 

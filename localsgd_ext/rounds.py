@@ -101,6 +101,7 @@ class Rounds:
 
     def rebase(self, place: Place) -> None:
         """The ranks have trained in step, without averagings: where they are now, their next differences begin."""
+        self._equal_at = place.step
         if self._averager.anchors is not None:
             self.begin(place)
 

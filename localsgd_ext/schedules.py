@@ -76,6 +76,8 @@ class QSR:
     alpha: float = 0.0175
 
     def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"QSR needs the inner optimizer, whose learning rate it follows; got {self.optimizer!r}")
         object.__setattr__(self, "base", _whole_number(self.base))
         if self.base < 1 or not self.alpha > 0:
             raise ValueError(f"QSR needs base >= 1 and alpha > 0; got base={self.base!r}, alpha={self.alpha!r}")
@@ -114,6 +116,8 @@ class DriftTarget:
 
 def as_schedule(local_sgd_steps: Any) -> Schedule:
     """Turn the `local_sgd_steps` argument into a schedule, or raise an error that says what is allowed."""
+    if isinstance(local_sgd_steps, type):
+        raise TypeError(f"{_ALLOWED}; got the class {local_sgd_steps.__name__}, which wants to be called")
     return local_sgd_steps if callable(local_sgd_steps) else Every(local_sgd_steps)
 
 
