@@ -76,7 +76,7 @@ def _fifty_rounds(rank: int, name: str, wire: str) -> tuple[float, bytes, bytes]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("wire", "bound"), [("parameter", 1e-5), ("float16", 1.5e-5), ("int8", 3e-4)])
+@pytest.mark.parametrize(("wire", "bound"), [("parameter", 1e-5), ("int8", 3e-4)])
 @pytest.mark.parametrize("name", OUTERS)
 @pytest.mark.usefixtures("engine")
 def test_fifty_rounds_follow_the_formula(name: str, wire: str, bound: float, world_size: int) -> None:
@@ -87,7 +87,12 @@ def test_fifty_rounds_follow_the_formula(name: str, wire: str, bound: float, wor
     assert len({end for _, end, _ in results}) == len({left for _, _, left in results}) == 1, "ranks differ"
 
 
-def _both_engines(rank: int, wire: str, dtype: torch.dtype, outer: OuterSGD) -> None:
+def _both_engines(rank: int, wire: str, dtype: torch.dtype) -> None:
+    for outer in (OuterSGD(0.8), OuterSGD(0.5, 0.8), DiLoCo()):
+        _both_engines_with(rank, wire, dtype, outer)
+
+
+def _both_engines_with(rank: int, wire: str, dtype: torch.dtype, outer: OuterSGD) -> None:
     results = []
     for backend in ("torch", "native"):
         model = OddModel((dtype,), 0)
@@ -112,8 +117,7 @@ def _both_engines(rank: int, wire: str, dtype: torch.dtype, outer: OuterSGD) -> 
 @pytest.mark.parametrize("wire", ["parameter", "float32", "int8"])
 @pytest.mark.usefixtures("native_binary")
 def test_engines_agree_bit_for_bit(wire: str, dtype: torch.dtype, world_size: int) -> None:
-    for outer in (OuterSGD(0.8), OuterSGD(0.5, 0.8), DiLoCo()):
-        run_ranks(_both_engines, world_size, wire, dtype, outer)
+    run_ranks(_both_engines, world_size, wire, dtype)
 
 
 def _like_the_mean(rank: int, wire: str) -> float:
