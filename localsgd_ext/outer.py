@@ -80,7 +80,9 @@ def make_optimizer(outer: OuterFactory, anchors: list[torch.Tensor]) -> torch.op
         raise TypeError(f"outer={outer!r} returned {made!r}; it must return a torch.optim.Optimizer")
     taken = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if taken != set(map(id, anchors)):
-        raise ValueError(f"outer={outer!r} made an optimizer of other tensors; it must be for those, and all of those, it is called with")
+        raise ValueError(
+            f"outer={outer!r} made an optimizer of other tensors; it must be for those, and all of those, it is called with"
+        )
     return made
 
 
