@@ -10,9 +10,9 @@ from torch import nn
 from localsgd_ext import LayoutMismatchError, LocalSGD, NonFiniteError
 from localsgd_ext.agreement import checksums
 
+from .local_steps import BUCKET_MB, WAYS, drift, mean_drift, parameters
 from .ranks import run_ranks
 from .tensors import bits, values
-from .test_wires import BUCKET_MB, WAYS, drift, mean_drift, parameters
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -15,9 +15,9 @@ from localsgd_ext.averager import Averager, Item
 from localsgd_ext.binding import Mode
 from localsgd_ext.wire import EXACT
 
+from .local_steps import BUCKET_MB, drift, everything, mean_drift, parameters
 from .ranks import run_ranks
 from .tensors import OddModel, bits, values
-from .test_wires import BUCKET_MB, drift, everything, mean_drift, parameters
 
 OUTERS: dict[str, Any] = {
     "OuterSGD": OuterSGD(0.8),
