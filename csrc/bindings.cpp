@@ -33,18 +33,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("divisor"));
   py::class_<CodedBucket, Exchange>(module, "CodedBucket")
       .def(py::init([](const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
-                       int64_t code, int64_t count, int64_t blocks, int64_t nbytes, const OptionalTensors& homes,
+                       int64_t code, int64_t count, int64_t blocks, int64_t nbytes, bool summed, const OptionalTensors& homes,
                        const OptionalTensors& heres, int64_t kind, double lr, double momentum, bool nesterov, int64_t rank,
                        int64_t size) {
              std::vector<StatePart> state;
              for (size_t i = 0; i < homes.size(); ++i) state.emplace_back(homes[i], heres.at(i));
              return std::make_unique<CodedBucket>(flats, segments, staging, drift_numel,
-                                                  Chunks{static_cast<Code>(code), blocks, nbytes}, count, std::move(state),
+                                                  Chunks{static_cast<Code>(code), blocks, nbytes}, count, summed, std::move(state),
                                                   Outer{static_cast<OuterKind>(kind), lr, momentum, nesterov}, rank, size);
            }),
            py::arg("flats"), py::arg("segments"), py::arg("staging"), py::arg("drift_numel"), py::arg("code"), py::arg("count"),
-           py::arg("blocks"), py::arg("nbytes"), py::arg("homes"), py::arg("heres"), py::arg("kind"), py::arg("lr"),
-           py::arg("momentum"), py::arg("nesterov"), py::arg("rank"), py::arg("size"));
+           py::arg("blocks"), py::arg("nbytes"), py::arg("summed"), py::arg("homes"), py::arg("heres"), py::arg("kind"),
+           py::arg("lr"), py::arg("momentum"), py::arg("nesterov"), py::arg("rank"), py::arg("size"));
   module.def(
       "average",
       [](const std::vector<Exchange*>& buckets, int64_t slots, const GroupPtr& group, bool contributes, int64_t divisor,

@@ -44,10 +44,12 @@ WorkPtr all_gather(Group& group, at::Tensor output, at::Tensor input, const Term
 }  // namespace
 
 CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
-                         Chunks chunks, int64_t count, std::vector<StatePart> state, Outer outer, int64_t rank, int64_t size)
+                         Chunks chunks, int64_t count, bool summed, std::vector<StatePart> state, Outer outer, int64_t rank,
+                         int64_t size)
     : Exchange(flats, segments, staging, state.at(0).here().value().numel(), drift_numel),
       chunks_(chunks),
       count_(count),
+      summed_(summed),
       anchor_(std::move(state.at(0))),
       residual_(std::move(state.at(1))),
       momentum_(std::move(state.at(2))),
@@ -55,7 +57,7 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
       rank_(rank),
       size_(size) {
   const int64_t nbytes = count * chunks.nbytes;
-  TORCH_CHECK(staging_.numel() >= 2 * nbytes && count * chunks.blocks * kBlock >= numel_,
+  TORCH_CHECK(staging_.numel() >= (summed ? 1 : 2) * nbytes && count * chunks.blocks * kBlock >= numel_,
               "localsgd_ext: the buffers do not fit their bucket");
   const auto wide = dtype_ == at::kDouble ? at::kDouble : at::kFloat;
   for (const StatePart* part : {&anchor_, &residual_, &momentum_}) {
@@ -63,7 +65,12 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
     TORCH_CHECK(part->here()->numel() == numel_ && part->here()->scalar_type() == wide && part->here()->is_contiguous(),
                 "localsgd_ext: the state does not fit its bucket");
   }
-  if (count == 1) {
+  if (summed) {
+    mine_ = theirs_ = received_ = staging_.narrow(0, 0, nbytes);
+    sum_ = mine_.view(wide).narrow(0, 0, numel_);
+    TORCH_CHECK(count == 1 && chunks.code == (wide == at::kDouble ? Code::kFloat64 : Code::kFloat32),
+                "localsgd_ext: only a lossless code can be summed");
+  } else if (count == 1) {
     received_ = staging_.narrow(0, 0, 2 * nbytes);  // both ranks' codes, in rank order
     mine_ = received_.narrow(0, rank * nbytes, nbytes);
     theirs_ = received_.narrow(0, (1 - rank) * nbytes, nbytes);
@@ -84,8 +91,8 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
 }
 
 void CodedBucket::encode(const Terms& terms) {
-  const void* anchor = anchor_.fetch();
-  void* residual = residual_.fetch();
+  const void* anchor = summed_ ? nullptr : anchor_.fetch();
+  void* residual = summed_ ? nullptr : residual_.fetch();
   auto* codes = static_cast<char*>(mine_.data_ptr());
 #ifdef LOCALSGD_CUDA
   if (mine_.is_cuda()) {
@@ -96,7 +103,7 @@ void CodedBucket::encode(const Terms& terms) {
   {
     cpu::encode(bucket(), dtype_, chunks_, count_, terms.contributes, terms.divisor, anchor, residual, codes);
   }
-  residual_.store();
+  if (!summed_) residual_.store();
 }
 
 void CodedBucket::reduce(int64_t divisor, void* residual, int64_t numel) {
@@ -111,7 +118,7 @@ void CodedBucket::reduce(int64_t divisor, void* residual, int64_t numel) {
 }
 
 void CodedBucket::land(int64_t parts, int64_t divisor, double* sums) {
-  const Received received{static_cast<const char*>(received_.data_ptr()), count_, parts, divisor};
+  const Received received{static_cast<const char*>(received_.data_ptr()), count_, parts, divisor, summed_};
   const bool measure = drift_numel_ > 0;
   void* anchor = anchor_.fetch();
   void* momentum = momentum_.fetch();
@@ -132,12 +139,14 @@ void CodedBucket::land(int64_t parts, int64_t divisor, double* sums) {
 
 WorkPtr CodedBucket::start(const GroupPtr& group, const Terms& terms) {
   const c10::OptionalDeviceGuard guard(device());
-  if (terms.contributes || residual_.here()) {
+  if (terms.contributes || (residual_.here() && !summed_)) {
     encode(terms);
   } else {
     mine_.zero_();  // zeros in every code
   }
-  return all_to_all(*group, theirs_, mine_, terms);
+  if (!summed_) return all_to_all(*group, theirs_, mine_, terms);
+  std::vector<at::Tensor> tensors{sum_};
+  return group->allreduce(tensors, terms.options<c10d::AllreduceOptions>());
 }
 
 WorkPtr CodedBucket::advance(const GroupPtr& group, const Terms& terms) {
@@ -157,7 +166,9 @@ WorkPtr CodedBucket::advance(const GroupPtr& group, const Terms& terms) {
 
 void CodedBucket::finish(const GroupPtr&, const Terms& terms, const at::Tensor& sums) {
   const c10::OptionalDeviceGuard guard(device());
-  if (count_ == 1) {
+  if (summed_) {
+    land(1, terms.divisor, sums.data_ptr<double>());
+  } else if (count_ == 1) {
     land(size_, terms.divisor, sums.data_ptr<double>());  // both ranks' codes
   } else {
     land(1, 1, sums.data_ptr<double>());  // the means that each rank has encoded of its chunk

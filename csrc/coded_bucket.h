@@ -30,10 +30,10 @@ class StatePart {
 
 class CodedBucket : public Exchange {
  public:
-  // staging: twice the bytes of `count` chunks. state: anchor, residual and momentum, of which only the anchor must be there; shape
-  // (numel,), double for double tensors, else float.
+  // staging: twice the bytes of `count` chunks. summed: the values travel, in one chunk, and an all-reduce sums them. state:
+  // anchor, residual and momentum, of which only the anchor must be there; shape (numel,), double for double tensors, else float.
   CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
-              Chunks chunks, int64_t count, std::vector<StatePart> state, Outer outer, int64_t rank, int64_t size);
+              Chunks chunks, int64_t count, bool summed, std::vector<StatePart> state, Outer outer, int64_t rank, int64_t size);
 
   WorkPtr start(const GroupPtr& group, const Terms& terms) override;
   WorkPtr advance(const GroupPtr& group, const Terms& terms) override;
@@ -47,11 +47,14 @@ class CodedBucket : public Exchange {
 
   Chunks chunks_;
   int64_t count_;
+  bool summed_;
   StatePart anchor_, residual_, momentum_;
   Outer outer_;
   int64_t rank_, size_;
-  // Parts of the staging buffer: what this rank sends, what it receives from the others, and where all of that lies.
+  // Parts of the staging buffer: what this rank sends, what it receives from the others, and where all of that lies. Where values
+  // are summed there is but one.
   at::Tensor mine_, theirs_, received_;
+  at::Tensor sum_;       // as numbers
   at::Tensor table_;     // CUDA: the segments, on the device
   at::Tensor partials_;  // CUDA: scratch for the sums
 };

@@ -19,12 +19,14 @@ struct Chunks {
 };
 
 // What has been received: `parts` parts of `count` chunks each. Their sum divided by `divisor` is the mean progress; a single part
-// is taken as it is.
+// is taken as it is. Or, with `values`, one part of one chunk, in which lossless codes of the ranks' values are summed up already:
+// divided by `divisor` that is where the mean progress leads to from the anchor, as it fits in the tensor.
 struct Received {
   const char* codes;
   int64_t count;
   int64_t parts;
   int64_t divisor;
+  bool values;
 };
 
 // Of one chunk: where block number `block` has its codes and its scale.
@@ -53,7 +55,8 @@ Sums apply(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, co
 
 // Encodes (tensor - anchor, as it fits in the tensor) + divisor * residual into as many chunks as the bucket fills, `count` of
 // them, zeros behind its end; the residual becomes what that drops, divided by `divisor`. Without `contributes` the tensors count
-// as equal to the anchor, and are not looked at.
+// as equal to the anchor, and are not looked at. Without an anchor, in a lossless code and one chunk, encodes the tensors' values,
+// and behind their end whatever.
 void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, bool contributes, int64_t divisor,
             const void* anchor, void* residual, char* codes);
 

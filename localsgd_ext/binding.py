@@ -16,9 +16,21 @@ from .backends.reference import ReferenceBackend
 from .collectives import SLOTS
 from .errors import LocalSGDError
 from .items import Item, check_in_place, unexpanded
-from .layout import Rule, Table, TensorSpec, is_dense, plan
+from .layout import Bucket, Rule, Table, TensorSpec, is_dense, plan
 from .outer import Outer
-from .wire import AVERAGEABLE, EXACT, Chunks, Code, Wire, allreduce_bytes, broadcast_bytes, exchange_bytes, lossless, travels_as
+from .wire import (
+    AVERAGEABLE,
+    EXACT,
+    Chunks,
+    Code,
+    Wire,
+    allreduce_bytes,
+    broadcast_bytes,
+    exchange_bytes,
+    lossless,
+    travels_as,
+    wide_dtype,
+)
 
 DEFAULT_BUCKET_MB = {"cpu": 4.0}
 """MiB of one staging buffer by device type, chosen by measuring (benchmarks/averaging.py --bucket-mb)."""
@@ -58,7 +70,7 @@ class Binding:
         state_device: torch.device | None,
         anchors: Anchors | None,
     ) -> None:
-        self._items = items
+        self._items, self._mode = items, mode
         self._rank, self._size = group.rank(), group.size()
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buckets: list[BoundBucket] = []
@@ -82,7 +94,7 @@ class Binding:
         pools = {device: self._pool([t for t in tables if t.device == device]) for device in {t.device for t in tables}}
         for table in tables:
             if isinstance(table.wire, Code):
-                self._bind_coded(table, table.wire, pools[table.device], None if mode is Mode.FLUSH else outer)
+                self._bind_coded(table, pools[table.device], None if mode is Mode.FLUSH else outer)
             else:
                 self._bind_values(table, table.wire, pools[table.device])
         self._places = [[place(item.tensor) for item in items] for place in _PLACE]
@@ -120,12 +132,23 @@ class Binding:
         else:
             self.wire_bytes += allreduce_bytes(payload, self._size)
 
-    def _bind_coded(self, table: Table, code: Code, pool: list[torch.Tensor], outer: Outer | None) -> None:
+    def _bind_coded(self, table: Table, pool: list[torch.Tensor], outer: Outer | None) -> None:
         assert self.anchors is not None
         for bucket, state in zip(table.buckets, self.anchors.states(table), strict=True):
-            slot = pool[len(self.buckets) % SLOTS]
-            self.buckets.append(self.engine.bind_coded(table, bucket, self.flats, slot, state, outer, self._rank, self._size))
-            self.wire_bytes += exchange_bytes(Chunks.of(bucket.numel, code, self._size), self._size)
+            slot, chunks = pool[len(self.buckets) % SLOTS], self._chunks(table, bucket)
+            self.buckets.append(
+                self.engine.bind_coded(table, bucket, self.flats, slot, chunks, state, outer, self._rank, self._size)
+            )
+            if chunks.summed:
+                self.wire_bytes += allreduce_bytes(bucket.numel * wide_dtype(table.dtype).itemsize, self._size)
+            else:
+                self.wire_bytes += exchange_bytes(chunks, self._size)
+
+    def _chunks(self, table: Table, bucket: Bucket) -> Chunks:
+        assert isinstance(table.wire, Code)
+        # Whatever a wire has dropped before is sent as a difference, and so is that together with everything else.
+        summed = self._mode is Mode.WIRE and table.wire is lossless(table.dtype)
+        return Chunks.of(bucket.numel, table.wire, self._size, summed)
 
     def _pool(self, tables: Sequence[Table]) -> list[torch.Tensor]:
         """SLOTS staging buffers and one scratch buffer for measuring, as bytes, each as large as the largest bucket needs."""
@@ -133,8 +156,7 @@ class Binding:
         for table in tables:
             for bucket in table.buckets:
                 if isinstance(table.wire, Code):
-                    chunks = Chunks.of(bucket.numel, table.wire, self._size)
-                    staging = max(staging, 2 * chunks.count * chunks.nbytes)
+                    staging = max(staging, self._chunks(table, bucket).staging_bytes)
                 else:
                     staging = max(staging, bucket.numel * table.wire.itemsize)
                     scratch = max(scratch, bucket.drift_numel * max(4, table.wire.itemsize))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .wire import BLOCK, Code, Wire, elements_in
+from .wire import BLOCK, Code, Wire, elements_in, lossless
 
 ALIGN = BLOCK
 """Buckets start at multiples of this many elements, so that no block of a low-precision wire straddles two buckets."""
@@ -87,7 +87,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def plan(specs: Sequence[TensorSpec], bucket_bytes: int, code_bytes: int | None = None) -> tuple[Table, ...]:
-    """Lay the tensors out, in buckets of `bucket_bytes` bytes of values, or `code_bytes` of codes (default: the same). Empty tensors take no room; of tied tensors the first stands for all.
+    """Lay the tensors out, in buckets of `bucket_bytes` bytes of values, or `code_bytes` of codes that drop bits (default: the same). Empty tensors take no room; of tied tensors the first stands for all.
 
     Tables come in the order in which their first tensor does, parameters before buffers inside each, which is the same on
     every rank. Buckets of one table differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.
@@ -106,7 +106,13 @@ def plan(specs: Sequence[TensorSpec], bucket_bytes: int, code_bytes: int | None 
             dtype,
             wire,
             rule,
-            _cut(specs, members, elements_in(code_bytes if code_bytes and isinstance(wire, Code) else bucket_bytes, wire)),
+            _cut(
+                specs,
+                members,
+                elements_in(
+                    code_bytes if code_bytes and isinstance(wire, Code) and wire is not lossless(dtype) else bucket_bytes, wire
+                ),
+            ),
         )
         for (device, dtype, wire, rule), members in groups.items()
     )

@@ -63,19 +63,27 @@ Wire = torch.dtype | Code
 class Chunks:
     """How the codes of a bucket are cut for the exchange: `count` chunks of `blocks` blocks and `nbytes` bytes, codes first, then scales.
 
-    At two ranks there is one, which each sends to the other. Else there are as many as ranks, and each rank sums one.
+    At two ranks there is one, which each sends to the other. Else there are as many as ranks, and each rank sums one. `summed` means that nothing is dropped, so that the
+    values themselves travel instead of their differences, in one chunk that an all-reduce sums.
     """
 
     count: int
     blocks: int
     nbytes: int
+    summed: bool = False
 
     @classmethod
-    def of(cls, numel: int, code: Code, world_size: int) -> Chunks:
+    def of(cls, numel: int, code: Code, world_size: int, summed: bool = False) -> Chunks:
         """For a bucket of `numel` values. Zeros fill the last block, and the last chunks up to the length of the others."""
-        count = 1 if world_size <= 2 else world_size
+        count = 1 if world_size <= 2 or summed else world_size
         blocks = math.ceil(math.ceil(numel / BLOCK) / count)
-        return cls(count, blocks, math.ceil(blocks * code.block_bytes / 16) * 16)  # so that vectors of each are aligned
+        nbytes = math.ceil(blocks * code.block_bytes / 16) * 16  # so that vectors of each are aligned
+        return cls(count, blocks, nbytes, summed)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of a buffer for what this rank sends and for what it receives."""
+        return self.count * self.nbytes * (1 if self.summed else 2)
 
 
 def check_wire(wire: str) -> None:

@@ -82,6 +82,7 @@ void mean_block(const char* codes, const char* scale, int64_t parts, int64_t str
 
 void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, int64_t count, bool contributes, int64_t divisor,
             const void* anchor, void* residual, char* codes) {
+  if (anchor == nullptr) return pack(bucket, dtype, dtype == at::kDouble ? dtype : at::kFloat, codes);
   with_types(dtype, chunks.code, [&](auto value, auto code) {
     using T = decltype(value);
     using W = typename Wide<T>::type;
@@ -145,16 +146,36 @@ Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, con
     const auto divisor = static_cast<W>(received.divisor);
     for_each_piece(blocks, [&](int64_t first, int64_t last, int64_t piece) {
       const Segment* segment = segment_at(bucket, first * kBlock);
+      if constexpr (std::is_same_v<T, W>) {
+        if (received.values && outer.kind == OuterKind::kSGD) {
+          const auto* sum = reinterpret_cast<const W*>(received.codes);
+          const int64_t end = std::min(last * kBlock, bucket.numel);
+          for_each_run(segment, sizeof(T), first * kBlock, end, kPiece, [&](char* data, int64_t at, int64_t n) {
+            Sums unwanted;
+            LOCALSGD_LOOP(land_sum_run, sum + at, divisor, outer, a + at, m == nullptr ? m : m + at, reinterpret_cast<T*>(data), n,
+                          measure && at < bucket.drift_numel ? partial[piece] : unwanted);
+          });
+          return;
+        }
+      }
       for (int64_t block = first; block < last; ++block) {
         const int64_t begin = block * kBlock, end = std::min(begin + kBlock, bucket.numel);
         const auto [from, scale] = parts_of<kCode>(received.codes, chunks, block);
-        alignas(32) W mean[kBlock];
-        mean_block<kCode>(from, scale, received.parts, received.count * chunks.nbytes, divisor, mean);
+        alignas(32) W progress[kBlock];
+        if (!received.values) {
+          mean_block<kCode>(from, scale, received.parts, received.count * chunks.nbytes, divisor, progress);
+        }
         for_each_run(segment, sizeof(T), begin, end, kBlock, [&](char* data, int64_t at, int64_t n) {
+          auto* x = reinterpret_cast<T*>(data);
+          W *d = progress + (at - begin), mean[kBlock];
+          if (received.values) {
+            LOCALSGD_LOOP(progress_run<T>, reinterpret_cast<const W*>(from) + (at - begin), divisor, a + at, mean, d, n);
+          } else if (measure) {
+            LOCALSGD_LOOP(mean_run<T>, d, a + at, mean, n);
+          }
           // Parameters come first in a bucket, and a segment is all parameter or all buffer.
-          Sums* sums = measure && at < bucket.drift_numel ? &partial[piece] : nullptr;
-          LOCALSGD_LOOP(land_run, mean + (at - begin), outer, a + at, m == nullptr ? m : m + at, reinterpret_cast<T*>(data), n,
-                        sums);
+          if (measure && at < bucket.drift_numel) LOCALSGD_LOOP(measure_run, x, mean, n, partial[piece]);
+          LOCALSGD_LOOP(land_run, d, outer, a + at, m == nullptr ? m : m + at, x, n);
         });
       }
     });

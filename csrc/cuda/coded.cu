@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   W values[kEach] = {};
   if (begin < table.numel && contributes) {
     for_each_element<const T>(table, block, lane, [&](int i, const T& element, int64_t at) {
-      values[i] = static_cast<W>(element) - begun<T>(anchor[at]);
+      values[i] = static_cast<W>(element) - (anchor == nullptr ? W(0) : begun<T>(anchor[at]));
     });
   }
   if (residual != nullptr) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   W distance = 0, norm = 0;
   if (begin < table.numel) {
     // All is read before the first is written, to keep loads in flight.
-    W before[kEach] = {}, d[kEach];
+    W before[kEach] = {}, mean[kEach], d[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int64_t at = begin + lane + i * kLanes;
@@ -127,12 +127,17 @@ __global__ void __launch_bounds__(kThreads, kResident)
     }
     mean_block<kCode>(d, received.codes + block / chunks.blocks * chunks.nbytes, received.count * chunks.nbytes, received.parts,
                       static_cast<W>(received.divisor), chunks, block % chunks.blocks, lane);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const W from = begun<T>(before[i]);
+      mean[i] = received.values ? d[i] : from + d[i];
+      if (received.values) d[i] -= from;
+    }
     if constexpr (kMeasure) {
       for_each_element<const T>(table, block, lane, [&](int i, const T& element, int64_t at) {
         if (at >= table.drift_numel) return;
-        const W mean = begun<T>(before[i]) + d[i];
-        distance += distance_sq(element, mean);
-        norm += square(mean);
+        distance += distance_sq(element, mean[i]);
+        norm += square(mean[i]);
       });
     }
     for_each_element<T>(table, block, lane, [&](int i, T& element, int64_t at) {

@@ -17,6 +17,7 @@ from ..collectives import Terms
 from ..errors import LocalSGDError
 from ..layout import Bucket, Table
 from ..outer import Outer
+from ..wire import Chunks
 
 BACKENDS = ("auto", "native", "torch")
 
@@ -73,12 +74,13 @@ class Backend(Protocol):
         bucket: Bucket,
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
+        chunks: Chunks,
         state: State,
         outer: Outer | None,
         rank: int,
         size: int,
     ) -> BoundBucket:
-        """As `bind`, for a table whose wire is a code. staging: twice the bytes of the bucket's `Chunks`. state: the bucket's part. outer: an
+        """As `bind`, for a table whose wire is a code. staging: `chunks.staging_bytes` bytes. chunks, state: the bucket's. outer: an
         optimizer of torch's gets its gradient, -d, in the place of the momentum; anchor and tensors are then left to it. rank, size: of the group."""
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:

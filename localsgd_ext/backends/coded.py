@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..collectives import Terms, all_gather, all_to_all
+from ..collectives import Terms, all_gather, all_reduce, all_to_all
 from ..layout import Bucket, Table
 from ..outer import Outer, OuterSGD
 from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, wide_dtype
@@ -76,7 +76,7 @@ def scale_of(largest: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Ten
 class CodedBucket:
     """A bucket whose differences to the anchor travel in codes; see `BoundBucket` for the calls and their order.
 
-    staging: twice the bytes of the bucket's chunks. state: the bucket's part. outer: see `Backend.bind_coded`.
+    chunks: where they are `summed`, it is values that travel. staging, state, outer: see `Backend.bind_coded`.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class CodedBucket:
         bucket: Bucket,
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
+        chunks: Chunks,
         state: State,
         outer: Outer | None,
         rank: int,
@@ -94,7 +95,7 @@ class CodedBucket:
         self._code = table.wire
         self._numel = bucket.numel
         self._rank, self._size = rank, size
-        self._chunks = Chunks.of(bucket.numel, self._code, self._size)
+        self._chunks = chunks
         self._tensors = [flats[s.tensor][s.start : s.start + s.numel] for s in bucket.segments]
         self._sizes = [segment.numel for segment in bucket.segments]
         self._drift_numel = bucket.drift_numel
@@ -102,7 +103,10 @@ class CodedBucket:
         self._outer = outer
         self._dtype, self._wide = table.dtype, wide_dtype(table.dtype)
         nbytes = self._chunks.count * self._chunks.nbytes
-        if self._chunks.count == 1:
+        if self._chunks.summed:
+            self._mine = self._received = self._theirs = staging[:nbytes]
+            self._sum = self._mine.view(self._wide)[: self._numel]
+        elif self._chunks.count == 1:
             self._received = staging[: 2 * nbytes]  # both ranks' codes, in rank order
             self._mine, self._theirs = (self._received[rank * nbytes :][:nbytes] for rank in (self._rank, 1 - self._rank))
         else:
@@ -114,11 +118,13 @@ class CodedBucket:
 
         A rank that does not contribute still pays its debts.
         """
+        if self._chunks.summed:
+            self._gather(self._sum) if terms.contributes else self._sum.zero_()
+            return all_reduce(self._sum, group, terms.timeout)
         residual = self._state.fetch(RESIDUAL)
         v = self._zeros(self._chunks.count * self._chunks.blocks * BLOCK)
         if terms.contributes:
-            torch._foreach_copy_(list(v[: self._numel].split(self._sizes)), self._tensors)
-            v[: self._numel].sub_(self._begun(self._anchor()))
+            self._gather(v[: self._numel]).sub_(self._begun(self._anchor()))
         if residual is not None:
             v[: self._numel].add_(residual * terms.divisor)
         for chunk, part in zip(self._mine.view(self._chunks.count, -1), v.view(self._chunks.count, -1), strict=True):
@@ -142,16 +148,18 @@ class CodedBucket:
 
     def finish(self, group: dist.ProcessGroup, terms: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Let the anchor follow the mean progress d, and copy it to the tensors, rounding once; gives what `ReferenceBucket.apply` does."""
-        if self._chunks.count == 1:
-            d = self._mean(terms.divisor)[: self._numel]
-        else:
-            d = torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)])[: self._numel].to(self._wide)
         anchor = self._anchor()
+        begun = self._begun(anchor)
+        if self._chunks.summed:
+            mean = divide(self._sum, terms.divisor)
+            d = mean - begun
+        else:
+            d = self._mean(terms.divisor) if self._chunks.count == 1 else self._means()
+            d = d[: self._numel]
+            mean = begun + d
         sums = None
         if self._drift_numel:
-            mean = self._begun(anchor) + d
-            local = self._zeros(self._numel)
-            torch._foreach_copy_(list(local.split(self._sizes)), self._tensors)
+            local = self._gather(self._zeros(self._numel))
             distance, mean = local.sub_(mean)[: self._drift_numel], mean[: self._drift_numel]
             sums = torch.dot(distance, distance), torch.dot(mean, mean)
         momentum = self._state.fetch(MOMENTUM)
@@ -184,6 +192,11 @@ class CodedBucket:
         """1 / divisor, rounded as the tensors' arithmetic does."""
         return torch.tensor(1.0, dtype=self._wide).div_(divisor).item()
 
+    def _gather(self, to: torch.Tensor) -> torch.Tensor:
+        """The tensors' values."""
+        torch._foreach_copy_(list(to.split(self._sizes)), self._tensors)
+        return to
+
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self._wide, device=self._mine.device)
 
@@ -193,6 +206,10 @@ class CodedBucket:
         for chunk in self._received.view(self._size, -1):
             total.add_(self._decode(chunk))
         return divide(total, divisor)
+
+    def _means(self) -> torch.Tensor:
+        """That each rank has encoded of its chunk."""
+        return torch.cat([self._decode(chunk) for chunk in self._received.view(self._size, -1)]).to(self._wide)
 
     def _encode(self, v: torch.Tensor, chunk: torch.Tensor) -> None:
         encode(v.view(-1, BLOCK), self._code, *self._parts(chunk))

@@ -56,20 +56,20 @@ class NativeBackend:
         bucket: Bucket,
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
+        chunks: Chunks,
         state: State,
         outer: Outer | None,
         rank: int,
         size: int,
     ) -> BoundBucket:
         assert isinstance(table.wire, Code)
-        chunks = Chunks.of(bucket.numel, table.wire, size)
         if isinstance(outer, OuterSGD):
             kind, lr, momentum, nesterov = _SGD, outer.lr, outer.momentum, outer.nesterov
         else:
             kind, lr, momentum, nesterov = _MEAN if outer is None else _GRADIENT, 1.0, 0.0, False
         return self._extension.CodedBucket(
             *_segments(bucket, flats), staging, bucket.drift_numel, list(Code).index(table.wire), chunks.count, chunks.blocks,
-            chunks.nbytes, state.homes, state.heres, kind, lr, momentum, nesterov, rank, size,
+            chunks.nbytes, chunks.summed, state.homes, state.heres, kind, lr, momentum, nesterov, rank, size,
         )  # fmt: skip
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:

@@ -13,6 +13,7 @@ from ..collectives import SLOTS, Terms, abandon, all_reduce, wait
 from ..layout import Bucket, Rule, Table
 from ..outer import Outer
 from ..report import span
+from ..wire import Chunks
 from . import BoundBucket, State
 from .coded import CodedBucket, divide
 
@@ -48,12 +49,13 @@ class ReferenceBackend:
         bucket: Bucket,
         flats: Sequence[torch.Tensor],
         staging: torch.Tensor,
+        chunks: Chunks,
         state: State,
         outer: Outer | None,
         rank: int,
         size: int,
     ) -> CodedBucket:
-        return CodedBucket(table, bucket, flats, staging, state, outer, rank, size)
+        return CodedBucket(table, bucket, flats, staging, chunks, state, outer, rank, size)
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Bucket k is packed while k - 1 travels and k - 2 is copied back."""

@@ -80,10 +80,11 @@ class EmulatedBucket {
 class EmulatedCodedBucket {
  public:
   EmulatedCodedBucket(const Placed& placed, int64_t drift_numel, const std::string& dtype, int code, int64_t count, int64_t blocks,
-                      int64_t nbytes, int kind, double lr, double momentum, bool nesterov)
+                      int64_t nbytes, bool summed, int kind, double lr, double momentum, bool nesterov)
       : dtype_(type(dtype)),
         chunks_{static_cast<Code>(code), blocks, nbytes},
         count_(count),
+        summed_(summed),
         outer_{static_cast<OuterKind>(kind), lr, momentum, nesterov} {
     const std::vector<Segment> segments = segments_of(placed);
     sizes_ = bucket_of(segments, drift_numel);
@@ -107,7 +108,7 @@ class EmulatedCodedBucket {
   void land(int64_t parts, uintptr_t received, int64_t divisor, uintptr_t anchor, uintptr_t momentum, uintptr_t sums,
             uintptr_t partials) const {
     cuda_on_cpu::machine.readable = {{received, received + parts * count_ * chunks_.nbytes}};
-    cuda::land(table(), dtype_, chunks_, {reinterpret_cast<const char*>(received), count_, parts, divisor}, outer_,
+    cuda::land(table(), dtype_, chunks_, {reinterpret_cast<const char*>(received), count_, parts, divisor, summed_}, outer_,
                reinterpret_cast<void*>(anchor), reinterpret_cast<void*>(momentum), reinterpret_cast<double*>(sums),
                reinterpret_cast<double*>(partials), nullptr);
   }
@@ -119,6 +120,7 @@ class EmulatedCodedBucket {
   c10::ScalarType dtype_;
   Chunks chunks_;
   int64_t count_;
+  bool summed_;
   Outer outer_;
   Bucket sizes_;
 };
@@ -198,9 +200,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("pack", &EmulatedBucket::pack, py::arg("staging"))
       .def("apply", &EmulatedBucket::apply, py::arg("staging"), py::arg("divisor"), py::arg("sums"), py::arg("partials"));
   py::class_<EmulatedCodedBucket>(module, "CodedBucket")
-      .def(py::init<const Placed&, int64_t, const std::string&, int, int64_t, int64_t, int64_t, int, double, double, bool>(),
+      .def(py::init<const Placed&, int64_t, const std::string&, int, int64_t, int64_t, int64_t, bool, int, double, double, bool>(),
            py::arg("segments"), py::arg("drift_numel"), py::arg("dtype"), py::arg("code"), py::arg("count"), py::arg("blocks"),
-           py::arg("nbytes"), py::arg("kind"), py::arg("lr"), py::arg("momentum"), py::arg("nesterov"))
+           py::arg("nbytes"), py::arg("summed"), py::arg("kind"), py::arg("lr"), py::arg("momentum"), py::arg("nesterov"))
       .def_property_readonly("partials_numel", &EmulatedCodedBucket::partials_numel)
       .def("encode", &EmulatedCodedBucket::encode, py::arg("contributes"), py::arg("divisor"), py::arg("anchor"),
            py::arg("residual"), py::arg("codes"))

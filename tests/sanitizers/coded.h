@@ -142,7 +142,9 @@ void run_coded() {
   const Tensors<T> tensors(content);
   const Bucket bucket = tensors.bucket();
   if (bucket.numel == 0) return;  // no such bucket is made
-  const int64_t size = 2 + below(3), count = size == 2 ? 1 : size, divisor = 1 + below(size);
+  constexpr bool kLossless = std::is_same_v<typename Coding<kCode>::Stored, W>;
+  const bool summed = kLossless && fault == Fault::kNone && below(2) == 0;
+  const int64_t size = 2 + below(3), count = size == 2 || summed ? 1 : size, divisor = 1 + below(size);
   const int64_t filled = (bucket.numel + kBlock - 1) / kBlock, blocks = (filled + count - 1) / count;
   const int64_t block_bytes = Coding<kCode>::kBlockBytes + (Coding<kCode>::kScaled ? 2 : 0);
   const Chunks chunks{kCode, blocks, (blocks * block_bytes + 15) / 16 * 16};
@@ -154,7 +156,7 @@ void run_coded() {
   };
   const Outer outer = draw_outer();
   // A rank that does not contribute may still owe. A fault is in the tensors.
-  const bool contributes = fault != Fault::kNone || below(4) != 0, keeps = below(4) != 0;
+  const bool contributes = fault != Fault::kNone || below(4) != 0, keeps = !summed && below(4) != 0;
   const bool moves = outer.kind == OuterKind::kGradient || outer.momentum != 0;
   const auto anchor = state(bucket.numel), residual = state(bucket.numel), momentum = state(bucket.numel);
   void* const kept = keeps ? residual->data() : nullptr;
@@ -178,7 +180,7 @@ void run_coded() {
     Block block{};
     for (int64_t i = 0, j = number * kBlock; i < kBlock && j < bucket.numel; ++i, ++j) {
       if (fault != Fault::kNone) break;  // not so many bytes are known
-      if (contributes) block.values[i] = static_cast<W>(get<T>(tensors.original.data(), j)) - begun_at(j);
+      if (contributes) block.values[i] = static_cast<W>(get<T>(tensors.original.data(), j)) - (summed ? W(0) : begun_at(j));
       if (keeps) block.values[i] = block.values[i] + many * get<W>(rest.data(), j);
     }
     block.encode();
@@ -191,15 +193,20 @@ void run_coded() {
   for (const Segment& segment : tensors.segments) {
     if (!contributes) ASAN_POISON_MEMORY_REGION(segment.data, segment.numel * sizeof(T));
   }
-  if (on_cuda) {
-    cuda::encode(table, kType, chunks, count, contributes, divisor, anchor->data(), kept, mine.data(), nullptr);
+  const void* from = summed ? nullptr : anchor->data();
+  if (summed && !contributes) {
+    std::fill_n(mine.data(), mine.bytes(), 0);
+  } else if (on_cuda) {
+    cuda::encode(table, kType, chunks, count, contributes, divisor, from, kept, mine.data(), nullptr);
   } else {
     threads();
-    cpu::encode(bucket, kType, chunks, count, contributes, divisor, anchor->data(), kept, mine.data());
+    cpu::encode(bucket, kType, chunks, count, contributes, divisor, from, kept, mine.data());
   }
   for (const Segment& segment : tensors.segments) {
     if (!contributes) ASAN_UNPOISON_MEMORY_REGION(segment.data, segment.numel * sizeof(T));
   }
+  // Behind the last value to be summed there may be anything.
+  if (summed) std::copy(mine.data() + bucket.numel * kWide, mine.data() + mine.bytes(), codes.begin() + bucket.numel * kWide);
   check_chunks<kCode>(mine.data(), codes.data(), count, chunks);
   check_same<W>(residual->data(), rest.data(), bucket.numel, "the residual after encode differs from the plain loop");
 
@@ -229,7 +236,7 @@ void run_coded() {
     check_same<W>(residual->data(), rest.data(), bucket.numel, "the residual after reduce differs from the plain loop");
   }
 
-  const int64_t parts = count == 1 ? size : 1, by = count == 1 ? divisor : 1;
+  const int64_t parts = count == 1 && !summed ? size : 1, by = count == 1 ? divisor : 1;
   const bool lands = outer.kind != OuterKind::kGradient;
   std::vector<char> landed = tensors.original;
   landed.resize(bucket.numel * sizeof(T));
@@ -238,9 +245,10 @@ void run_coded() {
     Block block{};
     block.mean_of(sent.data() + number / blocks * chunks.nbytes, count * chunks.nbytes, parts, by, chunks, number % blocks);
     for (int64_t i = 0, j = number * kBlock; i < kBlock && j < bucket.numel; ++i, ++j) {
-      const W mean = begun_at(j) + block.values[i];
+      const W begun = begun_at(j), d = summed ? block.values[i] - begun : block.values[i];
+      const W mean = summed ? block.values[i] : begun + d;
       W a = get<W>(moved.data(), j), m = get<W>(speed.data(), j);
-      plain_step(outer, block.values[i], a, m);
+      plain_step(outer, d, a, m);
       put(moved.data(), j, a);
       put(speed.data(), j, m);
       if (measure && j < bucket.drift_numel) {
@@ -251,7 +259,7 @@ void run_coded() {
       if (lands) put(landed.data(), j, static_cast<T>(a));
     }
   }
-  const Received all{received.data(), count, parts, by};
+  const Received all{received.data(), count, parts, by, summed};
   if (on_cuda) {
     std::vector<double> scratch(cuda::partials_numel(table), NAN), totals{3.0, 5.0};
     cuda_on_cpu::machine.readable = received.readable();
