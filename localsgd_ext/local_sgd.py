@@ -298,7 +298,8 @@ class LocalSGD:
         if self._interval is not None:
             state["interval"] = torch.tensor(self._interval)
         if hasattr(self._schedule, "state_dict"):
-            state |= {f"schedule.{key}": torch.as_tensor(value) for key, value in self._schedule.state_dict().items()}
+            for key, value in self._schedule.state_dict().items():
+                state[f"schedule.{key}"] = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,18 +62,29 @@ class Warmup:
         assert callable(self.then)
         return 0 if local_sgd.num_steps < self.steps else self.then(local_sgd)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Of `then`, where that has one."""
+        return self.then.state_dict() if hasattr(self.then, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if hasattr(self.then, "load_state_dict"):
+            self.then.load_state_dict(state)
+
 
 @dataclass(frozen=True)
 class QSR:
     """The quadratic synchronization rule: rounds of H = max(base, floor((alpha / lr)^2)) steps, longer as the learning rate falls.
 
     Gu et al. 2024, arXiv 2310.14423. optimizer: the inner one; lr is the largest of its parameter groups', as it is when a round begins. alpha:
-    a coefficient to tune, in units of the learning rate. Where lr is 0 the round lasts until the block ends, which averages.
+    a coefficient to tune, in units of the learning rate. While lr rises (a warm-up: more than when last asked, or at first less than what the
+    optimizer's scheduler names as its initial or largest) rounds have `base` steps, lest the small lr of the beginning make a round that never
+    ends. Where lr has fallen to 0 the round lasts until the block ends, which averages.
     """
 
     optimizer: torch.optim.Optimizer
     base: int = 4
     alpha: float = 0.0175
+    _last: list[float] = field(default_factory=list, init=False, repr=False, compare=False)  # lr when asked the last time
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
@@ -83,9 +94,21 @@ class QSR:
             raise ValueError(f"QSR needs base >= 1 and alpha > 0; got base={self.base!r}, alpha={self.alpha!r}")
 
     def __call__(self, local_sgd: LocalSGD) -> int:
-        lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        groups = self.optimizer.param_groups
+        lr = max(float(group["lr"]) for group in groups)
+        named = [float(group[key]) for group in groups for key in ("initial_lr", "max_lr") if key in group]
+        rises = lr > self._last[0] if self._last else lr < max(named, default=lr)
+        self._last[:] = [lr]
+        if rises:
+            return self.base
         ratio = self.alpha / lr if lr > 0 else math.inf
         return max(self.base, math.floor(min(ratio * ratio, float(LONGEST))))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": self._last[0]} if self._last else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._last[:] = [float(state["lr"])] if "lr" in state else []
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ def _cosine(rank: int) -> list[tuple[int, int]]:
             local_sgd.step()
             if local_sgd.num_syncs > syncs:
                 seen.append((local_sgd.num_steps, local_sgd.report.interval))
+                # Not rounded: a run that goes on from a checkpoint must see it fall as this one does.
+                assert local_sgd.state_dict()["schedule.lr"].item() == optimizer.param_groups[0]["lr"]
     return seen
 
 
@@ -76,6 +78,33 @@ def test_qsr_follows_its_formula_along_a_cosine() -> None:
     assert results[0] == expected
     assert expected[0][1] == 4
     assert expected[-1][1] > 20
+
+
+def _one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100, pct_start=0.2)
+
+
+def _linear_then_cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda at: at / 20 if at < 20 else 0.5 * (1 + math.cos(math.pi * (at - 20) / 80))
+    )
+
+
+@pytest.mark.parametrize("make", [_one_cycle, _linear_then_cosine])
+def test_qsr_in_a_warm_up(make: Any) -> None:
+    """A small learning rate that rises is not one that has fallen; also where the schedule is loaded in between."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler, schedule, due = make(optimizer), QSR(optimizer, base=4, alpha=0.2), 0
+    for step in range(90):
+        if step == due:
+            interval, lr = schedule(None), optimizer.param_groups[0]["lr"]  # type: ignore[arg-type]
+            assert interval == (4 if step <= 20 else max(4, math.floor((0.2 / lr) ** 2))), step
+            due += interval
+            state, schedule = schedule.state_dict(), QSR(optimizer, base=4, alpha=0.2)
+            schedule.load_state_dict({key: torch.tensor(value, dtype=torch.float64) for key, value in state.items()})
+        optimizer.step()
+        scheduler.step()
+    assert due > 90
 
 
 def test_qsr_where_the_learning_rate_is_0() -> None:
