@@ -79,11 +79,22 @@ class Anchors:
         if earlier._tables == [(table.device, table.dtype, _entries(table, items)) for table in tables]:
             return earlier
         made = cls(tables, items, outer, device)
+        if earlier._optimizer is not None:
+            warnings.warn(
+                "the tensors that travel as differences have changed (unfrozen, replaced, of another dtype): the outer optimizer, which was "
+                "made for the old ones, starts anew",
+                stacklevel=2,
+            )
         known = {entry[1:]: place for place, entry in earlier._places()}
         for (table, part), entry in made._places():
             if (place := known.get(entry[1:])) is not None:
-                for new, old in zip(made._flats(), earlier._flats(), strict=True):
-                    new[table][part].copy_(old[place[0]][place[1]])
+                for new, old in (
+                    (made.anchor, earlier.anchor),
+                    (made.residual, earlier.residual),
+                    (made.momentum, earlier.momentum),
+                ):
+                    if new and old:  # what was lossless has dropped nothing
+                        new[table][part].copy_(old[place[0]][place[1]])
         return made
 
     def _places(self) -> list[tuple[tuple[int, slice], Entry]]:
@@ -95,9 +106,6 @@ class Anchors:
                 places.append(((number, slice(begin, begin + entry.numel)), entry))
                 begin += entry.numel
         return places
-
-    def _flats(self) -> list[list[torch.Tensor]]:
-        return [each for each in (self.anchor, self.residual, self.momentum) if each]
 
     def states(self, table: Table) -> list[State]:
         """Of each bucket of a table."""

@@ -20,7 +20,7 @@ from .checkpoint import AccelerateHooks
 from .control import Call, Control
 from .errors import LocalSGDError
 from .items import check_in_place
-from .outer import Outer, OuterSGD, check_outer
+from .outer import Outer, check_outer
 from .report import SyncReport
 from .rounds import NONFINITE, Place, Rounds
 from .schedules import Schedule, as_schedule, checked_interval
@@ -60,7 +60,7 @@ class LocalSGD:
             last average instead, and what rounding drops goes into a later one (error feedback); it keeps two float32 for
             each element of the parameters (float64 for float64). float16, int8 and int4 share a scale among 256 values. Buffers, the
             averagings asked for (synchronize(), averaged()) and the closing one always travel exactly. After loading other weights in place inside
-            the block call synchronize(): so large a difference would travel coarsely.
+            the block call synchronize(): so large a difference would travel coarsely; with `outer`, to which it would be progress, leave the block instead.
         state_device: where those two are kept: None for beside the parameters, or "cpu".
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
@@ -72,7 +72,7 @@ class LocalSGD:
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
         timeout: how long to wait for the other ranks at an averaging; None for the process group's own timeout.
         outer: what is done with the mean progress of a round: None for taking the mean; `OuterSGD`, `DiLoCo`, `SlowMo`, or a callable that makes
-            a torch.optim.Optimizer for the flat anchors. It keeps the anchor and its momentum in float32 (float64 for float64), beside what the wire
+            a torch.optim.Optimizer for the flat anchors (called once with a trial tensor, too). It keeps the anchor and its momentum in float32 (float64 for float64), beside what the wire
             takes; momentum outlives the block. averaged() gives the mean of the weights, to which no outer step is applied.
         overlap_steps, fragments: not available yet beyond their defaults.
 
@@ -117,7 +117,7 @@ class LocalSGD:
         arguments.check_choice("buffers", buffers, models.BUFFER_POLICIES)
         arguments.check_choice("nonfinite", nonfinite, NONFINITE)
         wires.check_wire(wire)
-        check_outer(outer)
+        described_outer = check_outer(outer)
         backends.check_backend(backend)
         later = {
             "overlap_steps": overlap_steps != 0,
@@ -163,7 +163,7 @@ class LocalSGD:
         backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
         options = {
             "wire": wire,
-            "outer": outer if isinstance(outer, OuterSGD | None) else "a callable",
+            "outer": described_outer,
             "buffers": buffers,
             "nonfinite": nonfinite,
             "count": count,
@@ -316,6 +316,8 @@ class LocalSGD:
         self._was_local |= bool(state["was_local"])
         if self._rounds is not None:
             self._rounds.restore(state, self.num_steps)
+        if self._inside:
+            self._train_locally((self._interval or 0) > 0)
         if hasattr(self._schedule, "load_state_dict"):
             prefix = "schedule."
             self._schedule.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +61,31 @@ def SlowMo(lr: float = 1.0, momentum: float = 0.5) -> OuterSGD:
     return OuterSGD(lr, momentum)
 
 
-def check_outer(outer: Any) -> None:
-    """Raise TypeError for what is neither None, an `OuterSGD`, nor a callable."""
+def check_outer(outer: Any) -> str:
+    """Raise TypeError for what is neither None, an `OuterSGD`, nor a callable that makes an optimizer whose step() needs nothing. Gives a description,
+    which differs between optimizers of other classes or settings."""
     if outer is None or isinstance(outer, OuterSGD):
-        return
-    # The names themselves, without parentheses, are callables, too.
-    if not callable(outer) or isinstance(outer, torch.optim.Optimizer) or outer in (OuterSGD, DiLoCo, SlowMo):
+        return repr(outer)
+    named = {DiLoCo: "DiLoCo", SlowMo: "SlowMo", OuterSGD: "OuterSGD"}
+    if isinstance(outer, Hashable) and outer in named:  # callables, too
+        raise TypeError(f"outer={named[outer]} wants to be called: outer={named[outer]}()")
+    if not callable(outer) or isinstance(outer, torch.optim.Optimizer):
+        given = f"a {type(outer).__name__} that was made already" if isinstance(outer, torch.optim.Optimizer) else repr(outer)
         raise TypeError(
             "outer must be None, OuterSGD(...), DiLoCo(), SlowMo(), or a callable that takes the list of flat anchors and returns a "
-            f"torch.optim.Optimizer for them; got {outer!r}"
+            f"torch.optim.Optimizer for them; got {given}"
         )
+    trial = torch.zeros(1)
+    optimizer = make_optimizer(outer, [trial])
+    trial.grad = torch.zeros(1)
+    try:
+        optimizer.step()
+    except TypeError as error:
+        raise TypeError(
+            f"outer made a {type(optimizer).__name__}, which cannot step by a gradient alone ({error}); use another optimizer"
+        ) from None
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    return f"{type(optimizer).__name__}({settings})"
 
 
 def make_optimizer(outer: OuterFactory, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -116,7 +116,8 @@ class DriftTarget:
     """Rounds as long as the ranks may take to drift apart by `target` (see `SyncReport.drift`), between min_steps and max_steps.
 
     Starts with min_steps. Then, since drift grows with the steps of a round, about in proportion at first, the next has those of the last one
-    measured times target / drift, at most twice as many.
+    measured times target / drift, at most twice as many. That is the round before the one that is ending, so single rounds may miss the target by
+    half or twice of it where training is uneven.
     """
 
     target: float

@@ -99,8 +99,6 @@ def _resumed(rank: int, kind: str, folder: str, inside: bool) -> list[bytes]:
 )
 @pytest.mark.usefixtures("engine")
 def test_resuming_in_mid_window_ends_with_the_same_bits(kind: str, inside: bool, tmp_path: Path) -> None:
-    if inside and kind in ("Warmup and QSR", "in the warm-up"):
-        kind = "DiLoCo with int8"  # a step of local training before loading is none of the warm-up
     whole = run_ranks(_whole, 2, kind, str(tmp_path), limit=100)
     resumed = run_ranks(_resumed, 2, kind, str(tmp_path), inside, limit=100)
     assert whole[0][-1:] == whole[1][-1:]

@@ -198,7 +198,7 @@ def test_momentum_moves_nothing_by_itself_and_outlives_the_block() -> None:
 
 def _refused(rank: int) -> None:
     for wrong in (0.7, "sgd", torch.optim.SGD([torch.zeros(1)], lr=1.0), OuterSGD, DiLoCo, SlowMo):
-        with pytest.raises(TypeError, match=r"outer must be None, OuterSGD\(\.\.\.\)"):
+        with pytest.raises(TypeError, match=r"outer must be None, OuterSGD\(\.\.\.\)|wants to be called"):
             LocalSGD(None, nn.Linear(1, 1), 8, outer=wrong)  # type: ignore[arg-type]
 
 
@@ -211,17 +211,56 @@ def test_wrong_outers_say_what_is_allowed() -> None:
     assert SlowMo() == OuterSGD(1.0, 0.5)
 
 
-def _differs(rank: int) -> str:
+def _differs(rank: int, ours: bool) -> str:
     from localsgd_ext import LayoutMismatchError
 
-    with pytest.raises(LayoutMismatchError) as caught, LocalSGD(None, nn.Linear(1, 1), 8, outer=OuterSGD(0.5 + rank)):
+    outer: Any = OuterSGD(0.5 + rank) if ours else lambda anchors: torch.optim.AdamW(anchors, lr=0.5 + rank)
+    with pytest.raises(LayoutMismatchError) as caught, LocalSGD(None, nn.Linear(1, 1), 8, outer=outer):
         pass
     return str(caught.value)
 
 
-def test_outers_that_differ_between_ranks_are_named() -> None:
-    for text in run_ranks(_differs, 2):
-        assert "option outer: OuterSGD(lr=0.5" in text
+@pytest.mark.parametrize("ours", [True, False])
+def test_outers_that_differ_between_ranks_are_named(ours: bool) -> None:
+    for text in run_ranks(_differs, 2, ours):
+        assert ("option outer: OuterSGD(lr=0.5" if ours else "option outer: AdamW({'lr': 0.5") in text
+
+
+def test_an_optimizer_that_wants_more_than_a_gradient_is_refused() -> None:
+    with pytest.raises(TypeError, match="LBFGS, which cannot step by a gradient alone"):
+        LocalSGD(None, nn.Linear(1, 1), 8, outer=torch.optim.LBFGS)
+    with pytest.raises(TypeError, match=r"outer=DiLoCo wants to be called: outer=DiLoCo\(\)"):
+        LocalSGD(None, nn.Linear(1, 1), 8, outer=DiLoCo)  # type: ignore[arg-type]
+
+
+def _unfrozen(rank: int, wire: str, outer: Any, second: torch.dtype) -> list[float]:
+    """Lossless becomes lossy in the middle; the momentum of what was there before goes on."""
+    model = nn.Module()
+    model.first = nn.Parameter(torch.zeros(10))
+    model.second = nn.Parameter(torch.zeros(10, dtype=second), requires_grad=False)
+    seen = []
+    with LocalSGD(None, model, 1, wire=wire, outer=outer) as local_sgd:
+        for step in range(4):
+            if step == 2:
+                model.second.requires_grad_(True)
+            with torch.no_grad():
+                model.first += 1.0
+            if step == 2 and not isinstance(outer, OuterSGD):
+                with pytest.warns(UserWarning, match="the outer optimizer, which was made for the old ones, starts anew"):
+                    local_sgd.step()
+            else:
+                local_sgd.step()
+            seen.append(model.first[0].item())
+    return seen
+
+
+@pytest.mark.parametrize(("wire", "second"), [("parameter", torch.bfloat16), ("float32", torch.float64)])
+@pytest.mark.usefixtures("engine")
+def test_what_is_unfrozen_may_be_lossy_where_nothing_was(wire: str, second: torch.dtype) -> None:
+    # With the momenta 1, 1.5, none where nothing is agreed on for the new tensor, and then 0.5 * 1.5 + 1.
+    for seen in run_ranks(_unfrozen, 2, wire, SlowMo(), second):
+        assert seen == pytest.approx([1.0, 2.5, 3.5, 5.25], rel=1e-6)
+    run_ranks(_unfrozen, 2, wire, _sgd, second)
 
 
 Maker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
