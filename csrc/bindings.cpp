@@ -47,15 +47,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("lr"), py::arg("momentum"), py::arg("nesterov"), py::arg("rank"), py::arg("size"));
   module.def(
       "average",
-      [](const std::vector<Exchange*>& buckets, int64_t slots, const GroupPtr& group, bool contributes, int64_t divisor,
-         int64_t root, const std::function<void()>& watch, int64_t poll_ms, int64_t timeout_ms) {
+      [](const std::vector<Exchange*>& buckets, const GroupPtr& group, bool contributes, int64_t divisor, int64_t root,
+         const std::function<void()>& watch, int64_t poll_ms, int64_t timeout_ms) {
         const py::gil_scoped_release release;
         return average(
-            buckets, slots, group,
+            buckets, group,
             {contributes, divisor, root, watch, std::chrono::milliseconds(poll_ms), std::chrono::milliseconds(timeout_ms)});
       },
-      py::arg("buckets"), py::arg("slots"), py::arg("group"), py::arg("contributes"), py::arg("divisor"), py::arg("root"),
-      py::arg("watch"), py::arg("poll_ms"), py::arg("timeout_ms"));
+      py::arg("buckets"), py::arg("group"), py::arg("contributes"), py::arg("divisor"), py::arg("root"), py::arg("watch"),
+      py::arg("poll_ms"), py::arg("timeout_ms"));
 #ifdef LOCALSGD_CUDA
   module.attr("cuda") = true;
 #else

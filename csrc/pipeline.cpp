@@ -52,7 +52,6 @@ void abandon(const WorkPtr& work, const at::Tensor& staging) {
 }
 
 struct Flying {
-  int64_t index;
   Exchange* bucket;
   WorkPtr work;
   bool first;  // of the bucket's collectives
@@ -60,7 +59,7 @@ struct Flying {
 
 }  // namespace
 
-at::Tensor average(const std::vector<Exchange*>& buckets, int64_t slots, const GroupPtr& group, const Terms& terms) {
+at::Tensor average(const std::vector<Exchange*>& buckets, const GroupPtr& group, const Terms& terms) {
   std::deque<Flying> flying;
   std::vector<at::Tensor> sums;  // one for each device
   const auto sums_of = [&](const Exchange& bucket) -> const at::Tensor& {
@@ -80,21 +79,21 @@ at::Tensor average(const std::vector<Exchange*>& buckets, int64_t slots, const G
     RECORD_USER_SCOPE("localsgd_ext::apply");
     if (landed.first) {
       if (WorkPtr more = landed.bucket->advance(group, terms)) {
-        flying.push_back({landed.index, landed.bucket, std::move(more), false});
+        flying.push_back({landed.bucket, std::move(more), false});
         return;
       }
     }
     landed.bucket->finish(group, terms, sums_of(*landed.bucket));
   };
-  const auto in_flight = [&](int64_t index) {
-    return std::any_of(flying.begin(), flying.end(), [&](const Flying& each) { return each.index == index; });
-  };
   try {
-    for (int64_t index = 0; index < static_cast<int64_t>(buckets.size()); ++index) {
-      // The staging buffer that this bucket is about to use is free once the bucket `slots` before it has been copied back.
-      while (in_flight(index - slots)) land();
+    for (Exchange* bucket : buckets) {
+      // Its staging buffer is free once the bucket that was in there has been copied back.
+      const auto is_in_its_buffer = [&](const Flying& each) {
+        return each.bucket->staging().data_ptr() == bucket->staging().data_ptr();
+      };
+      while (std::any_of(flying.begin(), flying.end(), is_in_its_buffer)) land();
       RECORD_USER_SCOPE("localsgd_ext::pack");
-      flying.push_back({index, buckets[index], buckets[index]->start(group, terms), true});
+      flying.push_back({bucket, bucket->start(group, terms), true});
     }
     while (!flying.empty()) land();
   } catch (...) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from .backends import State
 from .items import Item
-from .layout import Table
+from .layout import Table, fragment_ends
 from .outer import Outer, OuterSGD, make_optimizer
 from .wire import lossless, wide_dtype
 
@@ -50,7 +51,12 @@ class Anchors:
     """
 
     def __init__(
-        self, tables: Sequence[Table], items: Sequence[Item], outer: Outer | None, device: torch.device | None
+        self,
+        tables: Sequence[Table],
+        items: Sequence[Item],
+        outer: Outer | None,
+        device: torch.device | None,
+        fragments: int = 1,
     ) -> None:
         self._tables = [(table.device, table.dtype, _entries(table, items)) for table in tables]
         self._outer = outer
@@ -62,6 +68,13 @@ class Anchors:
         self.anchor = [self._new(*each) for each in self._tables]
         self.residual = [self._new(*each) for each in self._tables] if self.is_lossy else []
         self.momentum = [self._new(*each) for each in self._tables] if has_momentum else []
+        # What an optimizer of torch's is made for: the part of each fragment alone, so that it can step one of them.
+        self._parts = [
+            (fragment, self.anchor[number][begin:end], self.momentum[number][begin:end] if self.momentum else None)
+            for number, flat in enumerate(self.anchor)
+            for fragment, (begin, end) in enumerate(itertools.pairwise([0, *fragment_ends(flat.numel(), fragments)]))
+            if begin < end
+        ]
 
     @classmethod
     def for_tables(
@@ -71,14 +84,15 @@ class Anchors:
         earlier: Anchors | None,
         outer: Outer | None,
         device: torch.device | None,
+        fragments: int = 1,
     ) -> Anchors:
         """Those of before where they are for the same tensors, wherever these have moved; else new ones, not agreed on, which take over what
         was known of the tensors that stay."""
         if earlier is None:
-            return cls(tables, items, outer, device)
+            return cls(tables, items, outer, device, fragments)
         if earlier._tables == [(table.device, table.dtype, _entries(table, items)) for table in tables]:
             return earlier
-        made = cls(tables, items, outer, device)
+        made = cls(tables, items, outer, device, fragments)
         if earlier._optimizer is not None:
             warnings.warn(
                 "the tensors that travel as differences have changed (unfrozen, replaced, of another dtype): the outer optimizer, which was "
@@ -144,17 +158,15 @@ class Anchors:
             tensor.copy_(tensor + divisor * self.residual[number][part].to(tensor.device))
 
     @torch.no_grad()
-    def step(self, flats: Sequence[torch.Tensor]) -> None:
-        """Let torch's optimizer move the anchors, which have their gradients by now, and all tensors with them."""
+    def step(self, parts: int) -> None:
+        """Let torch's optimizer move the anchors of these fragments, which have their gradients by now."""
         assert self._outer is not None
         assert not isinstance(self._outer, OuterSGD)
-        for anchor, gradient in zip(self.anchor, self.momentum, strict=True):
-            anchor.grad = gradient
+        for fragment, anchor, gradient in self._parts:
+            anchor.grad = gradient if parts >> fragment & 1 else None  # those without are left alone
         if self._optimizer is None:
-            self._optimizer = make_optimizer(self._outer, self.anchor)
+            self._optimizer = make_optimizer(self._outer, [anchor for _, anchor, _ in self._parts])
         self._optimizer.step()
-        for (number, part), entry in self._places():
-            flats[entry.item].copy_(self.anchor[number][part])
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging."""
@@ -165,7 +177,7 @@ class Anchors:
             if isinstance(self._outer, OuterSGD) and self.momentum:
                 state[f"momentum.{entry.name}"] = self.momentum[number][part].cpu().clone()
         if self._optimizer is not None:
-            for number, anchor in enumerate(self.anchor):
+            for number, (_, anchor, _) in enumerate(self._parts):
                 for key, value in self._optimizer.state[anchor].items():
                     state[f"outer.{number}.{key}"] = torch.as_tensor(value).cpu().clone()
         return state
@@ -198,12 +210,12 @@ class Anchors:
     def _load_optimizer(self, state: Mapping[str, torch.Tensor]) -> list[str]:
         assert self._outer is not None
         assert not isinstance(self._outer, OuterSGD)
-        self._optimizer, missing = make_optimizer(self._outer, self.anchor), []
-        for number, anchor in enumerate(self.anchor):
+        self._optimizer, missing = make_optimizer(self._outer, [anchor for _, anchor, _ in self._parts]), []
+        for number, (_, anchor, _) in enumerate(self._parts):
             prefix = f"outer.{number}."
             found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             if not found or any(value.dim() and value.shape != anchor.shape for value in found.values()):
-                missing.append(f"table {number}")
+                missing.append(f"part {number}")
                 continue
             self._optimizer.state[anchor] = {
                 key: value.to(anchor.device if value.dim() else "cpu").clone() for key, value in found.items()

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from .control import MAX_FRAGMENTS
+from .schedules import Every
+
 
 def check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise ValueError for a value that is not one of those."""
@@ -26,6 +29,25 @@ def check_timeout(timeout: Any) -> None:
         raise TypeError(f"timeout must be a datetime.timedelta, or None for the process group's; got {timeout!r}")
     if timeout is not None and timeout <= datetime.timedelta(0):
         raise ValueError(f"timeout must be longer than 0; got {timeout}")
+
+
+def check_fragments(fragments: Any, overlap_steps: Any, schedule: Any) -> None:
+    """Raise TypeError or ValueError for anything but a number of fragments and of steps that fit into a round."""
+    for name, value, least, most in (("fragments", fragments, 1, MAX_FRAGMENTS), ("overlap_steps", overlap_steps, 0, None)):
+        allowed = f"a whole number >= {least}" + (f" and <= {most}" if most else "")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be {allowed}; got {value!r} of type {type(value).__name__}")
+        if value < least or (most and value > most):
+            raise ValueError(f"{name} must be {allowed}; got {value}")
+    if not isinstance(schedule, Every):
+        return
+    if fragments > schedule.steps:
+        raise ValueError(f"fragments must be at most local_sgd_steps, here {schedule.steps}; got {fragments}")
+    if overlap_steps and (overlap_steps >= schedule.steps or overlap_steps * fragments > schedule.steps):
+        raise ValueError(
+            f"overlap_steps must be less than local_sgd_steps and, times fragments, not more, so that each averaging has arrived before the next "
+            f"begins; got overlap_steps={overlap_steps}, fragments={fragments}, local_sgd_steps={schedule.steps}"
+        )
 
 
 def state_device(device: Any) -> torch.device | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from .anchors import Anchors
 from .backends import check_backend
 from .backends.reference import ReferenceBackend
+from .background import keep
 from .binding import Binding, Mode
 from .collectives import Terms, Watch, all_reduce
 from .errors import LocalSGDError
@@ -20,6 +22,9 @@ from .items import Item
 from .outer import Outer, OuterSGD
 from .report import PendingReport, SyncReport
 from .wire import check_wire
+
+_idle_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""By the group that they have the ranks of: process groups of their own that nobody uses now. torch keeps them to the end anyway."""
 
 
 class Averager:
@@ -30,7 +35,8 @@ class Averager:
     the model, save that a tensor with gaps in its memory (a slice of a larger one) is copied while it is averaged.
 
     Where a wire is lossy, or with an outer optimizer, differences to an anchor travel, which is to be set by `agree` where all ranks hold the same:
-    `Anchors` says what that takes. state_device: where that is, None for beside the tensors.
+    `Anchors` says what that takes. state_device: where that is, None for beside the tensors. fragments: how many parts there are that may be averaged
+    alone, each named by a bit of what is called `parts`. shadowed: see `Binding`; takes two copies of the largest part.
     """
 
     def __init__(
@@ -41,8 +47,10 @@ class Averager:
         bucket_mb: float | None,
         outer: Outer | None = None,
         state_device: torch.device | None = None,
+        fragments: int = 1,
+        shadowed: bool = False,
     ) -> None:
-        self.group = group
+        self.group = self._given_group = group
         self.world_size = group.size()
         self.rank = group.rank()
         self._wire = wire
@@ -50,11 +58,42 @@ class Averager:
         self._bucket_mb = bucket_mb
         self._outer = outer
         self._state_device = state_device
+        self.fragments = fragments
+        self.everything = (1 << fragments) - 1
+        self._shadowed = shadowed
         # A wait with a time limit leaves the collective alone on Gloo; others may block for it, or give the collective up.
         self._can_watch = _is_gloo(group)
         self.bindings: dict[Mode, Binding] = {}
         self.anchors: Anchors | None = None
         self.sums_in_float16 = False  # whether the last averaging did somewhere
+
+    def own_group(self) -> str:
+        """Which process group of its own `use_own_group` will use: all ranks have to come to the same."""
+        idle = _idle_groups.get(self._given_group, [])
+        return idle[-1].group_name if idle else "a new one"
+
+    def use_own_group(self, timeout: timedelta) -> None:
+        """From now on average in a process group of the same ranks and backends that nobody else uses, since averagings in the background would come
+        between others' collectives. To be called by all ranks."""
+        if self.group is not self._given_group:
+            return
+        if idle := _idle_groups.get(self._given_group):
+            self.group = idle.pop()
+            return
+        try:
+            ranks, backend = dist.get_process_group_ranks(self.group), dist.get_backend_config(self.group)
+        except (KeyError, RuntimeError, ValueError):
+            raise LocalSGDError(
+                "overlap_steps needs a process group of its own, and torch.distributed does not know the one it is given"
+            ) from None
+        self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        self._can_watch = _is_gloo(self.group)
+
+    def use_given_group(self, clean: bool) -> None:
+        """clean: the other one can be used again. Else it may hold collectives that never end."""
+        if self.group is not self._given_group and clean:
+            _idle_groups.setdefault(self._given_group, []).append(self.group)
+        self.group = self._given_group
 
     def release(self) -> None:
         """Drop the buffers and every view of the tensors, so that their memory can be freed, and of the anchors what can be had again."""
@@ -97,6 +136,8 @@ class Averager:
                 self._outer,
                 self._state_device,
                 self.anchors,
+                self.fragments,
+                self._shadowed and mode is Mode.WIRE,
             )
         if mode is not Mode.VALUES:
             self.anchors = binding.anchors
@@ -112,55 +153,73 @@ class Averager:
         interval: int,
         local_steps: int = 0,
         mode: Mode = Mode.WIRE,
+        parts: int | None = None,
+        taken: Binding | None = None,
         active: Sequence[bool] = (),
         watch: Watch | None = None,
         timeout: timedelta | None = None,
-        bound: bool = False,
     ) -> PendingReport:
         """Replace every tensor by its mean over the active ranks (or by the first one's value), in place.
 
-        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default all. bound:
-        whether `bind` was called for the items and this mode just before. If a collective fails or `watch` raises, every element holds
+        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default all. parts: only
+        these. taken: binding whose `take` was called before, and whose `give` will be later: nothing else is bound, and the tensors are left alone. If a collective fails or `watch` raises, every element holds
         either its local or its averaged value, and nothing is agreed on any more.
         """
         active = active or [True] * self.world_size
         begun = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
-            binding = self.bindings[mode] if bound else self.bind(items, mode)
+            binding = taken or self.bind(items, mode)
             if not self._can_watch or not binding.on_cpu:
                 watch = timeout = None
+            parts = self.everything if parts is None else parts
+            buckets = binding.of(binding.buckets, parts)
             terms = Terms(active[self.rank], sum(active), list(active).index(True), watch, timeout)
             begin = torch.cuda.Event(enable_timing=True) if binding.on_cuda else None
             if begin is not None:
                 begin.record()
-            binding.read_gaps()
+            if taken is None:
+                binding.take(parts)
             try:
-                sums = binding.engine.average(binding.buckets, self.group, terms)
+                sums = binding.engine.average(buckets, self.group, terms)
                 if (
                     mode in (Mode.WIRE, Mode.EXACT)
                     and self.anchors is not None
                     and not isinstance(self._outer, OuterSGD | None)
                 ):
-                    self.anchors.step(binding.flats)
+                    self.anchors.step(parts)
+                    binding.lead(parts)
             except BaseException:
-                self.bindings, self.anchors = {}, None
+                if taken is not None and not binding.on_cpu:
+                    keep(binding)
+                if self.anchors is binding.anchors:  # not those of a block that was begun since
+                    self.bindings, self.anchors = {}, None
                 raise
-            binding.write_gaps()
+            if taken is None:
+                binding.give(parts, progress=False, root=terms.root)
             # A total of its own: it goes on travelling while training does.
             distance_sq = sums[:1].clone() if terms.contributes else torch.zeros_like(sums[:1])
             mean_sq = sums[1]
         # Nothing to average (a model without trainable parameters) means no collective at all.
-        work = all_reduce(distance_sq, self.group, timeout) if binding.buckets else None
+        work = all_reduce(distance_sq, self.group, timeout) if buckets else None
         seconds = time.perf_counter() - begun
         if mode is not Mode.WIRE:
-            del self.bindings[mode]  # seldom needed
+            self.bindings.pop(mode, None)  # seldom needed
         self.sums_in_float16 = binding.sums_in_float16
         events = None
         if begin is not None:
             events = begin, torch.cuda.Event(enable_timing=True)
             events[1].record()
         report = SyncReport(
-            step, round, interval, local_steps, seconds, None, binding.wire_bytes, math.nan, terms.divisor, binding.engine.name
+            step,
+            round,
+            interval,
+            local_steps,
+            seconds,
+            None,
+            binding.wire_bytes(parts),
+            math.nan,
+            terms.divisor,
+            binding.engine.name,
         )
         return PendingReport(report, distance_sq, mean_sq, work, watched=watch is not None, events=events)
 

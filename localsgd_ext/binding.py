@@ -6,18 +6,20 @@ import enum
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .anchors import Anchors
-from .backends import Backend, BoundBucket, pick
+from .backends import ANCHOR, Backend, BoundBucket, pick
 from .backends.reference import ReferenceBackend
 from .collectives import SLOTS
 from .errors import LocalSGDError
-from .items import Item, check_in_place, unexpanded
+from .items import Item, check_in_place, first_nonfinite, unexpanded
 from .layout import Bucket, Rule, Table, TensorSpec, is_dense, plan
-from .outer import Outer
+from .outer import Outer, OuterSGD
+from .shadow import Shadow, shadows
 from .wire import (
     AVERAGEABLE,
     EXACT,
@@ -42,6 +44,9 @@ DEFAULT_MESSAGE_MB = 0.5
 other, which on a slow link takes twice the time (100 Mbit/s, 26 MB each way, three at once: 2.2 s by 0.5 MiB, 2.4 by 1, 3.0 by 4)."""
 
 
+T = TypeVar("T")
+
+
 class Mode(enum.Enum):
     """How the tensors travel in one averaging."""
 
@@ -55,7 +60,8 @@ class Binding:
     """Items tied to buffers on one group.
 
     anchors: those of an earlier binding, taken over if they are for the same elements in the same order. `anchors` is None where all
-    travels as values. layout: a number that differs, as good as surely, between layouts.
+    travels as values. layout: a number that differs, as good as surely, between layouts. fragments: how many parts there are, each of which may be averaged alone, and
+    is a bit in what is called `parts` below. shadowed: what is averaged is a copy (see `Shadow`), of one part at a time.
     """
 
     def __init__(
@@ -69,12 +75,18 @@ class Binding:
         outer: Outer | None,
         state_device: torch.device | None,
         anchors: Anchors | None,
+        fragments: int = 1,
+        shadowed: bool = False,
     ) -> None:
         self._items, self._mode = items, mode
         self._rank, self._size = group.rank(), group.size()
         self._with_gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buckets: list[BoundBucket] = []
-        self.wire_bytes = 0
+        self._plans: list[Bucket] = []  # of each bucket, among the tensors
+        self._shadows: list[Shadow] = []
+        self._led: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []  # fragment, what follows an anchor, and that
+        self._wire_bytes = [0] * fragments
+        self._counts = [0] * fragments  # of buckets bound
         dense = [self._dense(item) for item in items]
         self.flats = [_flat(tensor, item.rule) for tensor, item in zip(dense, items, strict=True)]
         specs = [_spec(item, flat, mode, wire, outer) for item, flat in zip(items, self.flats, strict=True)]
@@ -83,20 +95,26 @@ class Binding:
             bucket_mb = code_mb = DEFAULT_BUCKET_MB.get(specs[0].device.type, DEFAULT_BUCKET_MB_ELSEWHERE)
             if specs[0].device.type == "cpu":
                 code_mb = DEFAULT_MESSAGE_MB * (1 if self._size == 2 else self._size)
-        tables = plan(specs, int((bucket_mb or 0) * 2**20), int((code_mb or 0) * 2**20))
+        tables = plan(specs, int((bucket_mb or 0) * 2**20), int((code_mb or 0) * 2**20), fragments)
         self.layout = _layout(items, specs, tables)
         coded = [table for table in tables if isinstance(table.wire, Code)]
-        self.anchors = Anchors.for_tables(coded, items, anchors, outer, state_device) if coded else None
+        self.anchors = Anchors.for_tables(coded, items, anchors, outer, state_device, fragments) if coded else None
         self.engine: Backend = pick(backend, {table.device.type for table in tables}) if tables else ReferenceBackend()
         self.on_cpu = all(table.device.type == "cpu" for table in tables)
         self.on_cuda = bool(tables) and all(table.device.type == "cuda" for table in tables)
         self.sums_in_float16 = any(t.wire is torch.float16 and t.rule is Rule.MEAN for t in tables)
         pools = {device: self._pool([t for t in tables if t.device == device]) for device in {t.device for t in tables}}
         for table in tables:
+            self._plans += table.buckets
+            flats, buckets = self.flats, list(table.buckets)
+            if shadowed:
+                made, buckets, after = shadows(table, flats)
+                self._shadows += made
+                flats = [after]
             if isinstance(table.wire, Code):
-                self._bind_coded(table, pools[table.device], None if mode is Mode.FLUSH else outer)
+                self._bind_coded(table, buckets, flats, pools[table.device], None if mode is Mode.FLUSH else outer)
             else:
-                self._bind_values(table, table.wire, pools[table.device])
+                self._bind_values(table, buckets, flats, pools[table.device])
         self._places = [[place(item.tensor) for item in items] for place in _PLACE]
 
     def fits(self, items: Sequence[Item]) -> bool:
@@ -111,6 +129,59 @@ class Binding:
         for tensor, dense in self._with_gaps:
             tensor.copy_(dense)
 
+    def take(self, parts: int) -> None:
+        """Before an averaging: what is averaged becomes what the tensors are."""
+        self.read_gaps()
+        for shadow in self.of(self._shadows, parts):
+            shadow.take()
+
+    def give(self, parts: int, progress: bool = True, root: int = -1) -> None:
+        """After it, perhaps some steps after: the tensors become the average, and what they have gained since it was taken. progress:
+        see `Shadow.give`. root: whose tensors the others follow, where there is no mean."""
+        if self._shadows:
+            self.read_gaps()
+        for shadow in self.of(self._shadows, parts):
+            shadow.give(progress, root == self._rank)
+        self.write_gaps()
+
+    def of(self, each: Sequence[T], parts: int) -> list[T]:
+        """Those that belong to the parts, of what there is for each bucket."""
+        return [one for one, bucket in zip(each, self._plans, strict=False) if parts >> bucket.fragment & 1]
+
+    def wire_bytes(self, parts: int) -> int:
+        """That this rank sends for one averaging of the parts."""
+        return sum(nbytes for fragment, nbytes in enumerate(self._wire_bytes) if parts >> fragment & 1)
+
+    def lead(self, parts: int) -> None:
+        """Where an optimizer of torch's has moved the anchors: copy them to what is averaged."""
+        for fragment, targets, anchor in self._led:
+            if parts >> fragment & 1:
+                torch._foreach_copy_(targets, anchor)
+
+    def adopt(self, other: Binding) -> None:
+        """What another has taken of the same tensors, which have moved since. Raises LocalSGDError where they are of another kind now."""
+        if other.layout != self.layout:
+            raise LocalSGDError(
+                "tensors were replaced by others of another shape, dtype or order while their average was under way"
+            )
+        for shadow, known in zip(self._shadows, other._shadows, strict=True):
+            shadow.adopt(known)
+
+    def first_nonfinite(self, parts: int) -> int:
+        """The number of the first item whose parameters hold NaN or inf, or -1: of those that lie in these parts; with shadows, of what was taken
+        of them."""
+        if not self._shadows:
+            there = sorted({s.tensor for plan_ in self.of(self._plans, parts) for s in plan_.segments})
+            found = first_nonfinite([self._items[index] for index in there])
+            return found if found < 0 else there[found]
+        taken = [Item("", shadow.parameters) for shadow in self.of(self._shadows, parts)]
+        if first_nonfinite(taken) < 0:
+            return -1
+        for plan_, shadow in zip(self.of(self._plans, parts), self.of(self._shadows, parts), strict=True):
+            if (segment := shadow.first_nonfinite()) >= 0:
+                return plan_.segments[segment].tensor
+        return -1
+
     def _dense(self, item: Item) -> torch.Tensor:
         """The tensor itself where its memory has no gaps, else a stand-in that is copied from and to it at each averaging."""
         check_in_place(item)
@@ -121,28 +192,51 @@ class Binding:
         self._with_gaps.append((tensor, stand_in))
         return stand_in
 
-    def _bind_values(self, table: Table, wire: torch.dtype, pool: list[torch.Tensor]) -> None:
+    def _bind_values(
+        self, table: Table, buckets: Sequence[Bucket], flats: Sequence[torch.Tensor], pool: list[torch.Tensor]
+    ) -> None:
+        assert isinstance(table.wire, torch.dtype)
         *staging, scratch = pool
-        for bucket in table.buckets:
-            slot = staging[len(self.buckets) % SLOTS]
-            self.buckets.append(self.engine.bind(table, bucket, self.flats, slot, scratch))
-        payload = table.numel * wire.itemsize
-        if table.rule is Rule.FOLLOW:
-            self.wire_bytes += broadcast_bytes(payload, self._rank, self._size)
-        else:
-            self.wire_bytes += allreduce_bytes(payload, self._size)
-
-    def _bind_coded(self, table: Table, pool: list[torch.Tensor], outer: Outer | None) -> None:
-        assert self.anchors is not None
-        for bucket, state in zip(table.buckets, self.anchors.states(table), strict=True):
-            slot, chunks = pool[len(self.buckets) % SLOTS], self._chunks(table, bucket)
-            self.buckets.append(
-                self.engine.bind_coded(table, bucket, self.flats, slot, chunks, state, outer, self._rank, self._size)
-            )
-            if chunks.summed:
-                self.wire_bytes += allreduce_bytes(bucket.numel * wide_dtype(table.dtype).itemsize, self._size)
+        payloads = [0] * len(self._wire_bytes)
+        for bucket in buckets:
+            slot = self._slot(staging, bucket)
+            self.buckets.append(self.engine.bind(table, bucket, flats, slot, scratch))
+            payloads[bucket.fragment] += bucket.numel * table.wire.itemsize
+        for fragment, payload in enumerate(payloads):
+            if table.rule is Rule.FOLLOW:
+                self._wire_bytes[fragment] += broadcast_bytes(payload, self._rank, self._size)
             else:
-                self.wire_bytes += exchange_bytes(chunks, self._size)
+                self._wire_bytes[fragment] += allreduce_bytes(payload, self._size)
+
+    def _bind_coded(
+        self,
+        table: Table,
+        buckets: Sequence[Bucket],
+        flats: Sequence[torch.Tensor],
+        pool: list[torch.Tensor],
+        outer: Outer | None,
+    ) -> None:
+        assert self.anchors is not None
+        for bucket, state in zip(buckets, self.anchors.states(table), strict=True):
+            slot, chunks = self._slot(pool, bucket), self._chunks(table, bucket)
+            self.buckets.append(
+                self.engine.bind_coded(table, bucket, flats, slot, chunks, state, outer, self._rank, self._size)
+            )
+            if not isinstance(outer, OuterSGD | None):
+                anchor = state.homes[ANCHOR]
+                assert anchor is not None
+                targets = [flats[s.tensor][s.start : s.start + s.numel] for s in bucket.segments]
+                self._led.append((bucket.fragment, targets, list(anchor.split([s.numel for s in bucket.segments]))))
+            if chunks.summed:
+                nbytes = allreduce_bytes(bucket.numel * wide_dtype(table.dtype).itemsize, self._size)
+            else:
+                nbytes = exchange_bytes(chunks, self._size)
+            self._wire_bytes[bucket.fragment] += nbytes
+
+    def _slot(self, staging: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+        """By turns within a fragment, whose buckets follow each other in an averaging."""
+        self._counts[bucket.fragment] += 1
+        return staging[self._counts[bucket.fragment] % SLOTS]
 
     def _chunks(self, table: Table, bucket: Bucket) -> Chunks:
         assert isinstance(table.wire, Code)

@@ -7,7 +7,7 @@ import enum
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
@@ -56,34 +56,45 @@ class News(enum.IntEnum):
 class Standing(NamedTuple):
     """What one rank says of itself in a handshake.
 
-    news: what has changed since the last averaging. bad: number of the first parameter that holds NaN or inf, else
-    -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
+    trained, changed: the fragments, as bits, whose weights and whose buffers have changed since their last averaging. bad: number of the first
+    parameter that holds NaN or inf, else -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
+    parts: the fragments that are to be averaged.
     layout: see `Binding`. agreed: whether differences to what the ranks last agreed on can be sent. anchor: fingerprint of its anchors, where these are to be checked. following: local steps that its schedule gives
-    the next round.
+    the next round. taken: whether what is to be averaged was taken, and training goes on meanwhile.
     """
 
     call: Call
-    news: News
+    trained: int
+    changed: int
     bad: int
     step: int
     interval: int
     phase: int
+    parts: int = 0
     layout: int = 0
     agreed: int = 1
     anchor: int = 0
     following: int = 0
+    taken: int = 0
+
+    def news(self, parts: int) -> News:
+        """Of these fragments."""
+        return News.WEIGHTS if self.trained & parts else News.BUFFERS if self.changed & parts else News.NOTHING
 
     def pack(self) -> bytes:
         return _STANDING.pack(*self)
 
     @classmethod
     def unpack(cls, payload: bytes) -> Standing:
-        call, news, *rest = _STANDING.unpack_from(payload)
-        return cls(_CALLS[call], _NEWS[news], *rest)
+        call, *rest = _STANDING.unpack_from(payload)
+        return cls(_CALLS[call], *rest)
 
 
-_STANDING = struct.Struct("<10q")
-_CALLS, _NEWS = tuple(Call), tuple(News)
+_STANDING = struct.Struct("<13q")
+_CALLS = tuple(Call)
+
+MAX_FRAGMENTS = 62
+"""As many bits are safe in those numbers."""
 
 
 class Control:
@@ -113,7 +124,7 @@ class Control:
         if self._mesh is None:
             self._mesh = self._open()
         digests = agreement.digest(description), agreement.digest(map(str, sums))
-        own = Standing(Call.ENTER, News.NOTHING, -1, step, 0, 0)
+        own = Standing(Call.ENTER, 0, 0, -1, step, 0, 0)
         payloads = self._exchange(own.pack() + b"".join(digests))
         standings = self._read(payloads)
         self._check_calls(standings)
@@ -132,6 +143,10 @@ class Control:
         self._check_calls(standings)
         if len({standing.layout for standing in standings}) > 1:
             self._raise_mismatch(describe())
+        training = [rank for rank, standing in enumerate(standings) if standing.call is Call.STEP]
+        if len({standings[rank].parts for rank in training}) > 1:
+            said = ", ".join(f"{self._name([rank])} at step {standings[rank].step}" for rank in training)
+            raise LocalSGDError(f"the ranks average different fragments ({said}); all of them must call step() equally often")
         differing = [rank for rank, each in enumerate(standings) if each.anchor != standings[0].anchor]
         if differing and all(standing.agreed for standing in standings):
             raise LocalSGDError(
@@ -148,12 +163,15 @@ class Control:
     def watch(self) -> Watch:
         """To be called now and then while a collective is under way: raises if a peer cannot go on with it, or at the timeout."""
         deadline = time.monotonic() + self.timeout.total_seconds()
+        mesh = self._mesh
 
         def check() -> None:
-            if self._mesh is None:
+            if mesh is None:
                 return
+            if self._mesh is not mesh:
+                raise LocalSGDError("this rank has given up meanwhile")
             try:
-                self._mesh.peek()
+                mesh.peek()
             except Urgent as urgent:
                 self._raise_announced(urgent)
             if time.monotonic() > deadline:
@@ -187,6 +205,19 @@ class Control:
             message = f"{broke}, and {self._name(slow)} {waited}: stopped, or the network is down"
             return self._error(PeerTimeoutError, message, slow)
         return error
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Around collectives: an error that another rank is to blame for becomes one that names it."""
+        try:
+            yield
+        except (LocalSGDError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, OSError) as error:  # what collectives raise; anything else is this rank's own
+            cause = self.explain(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank leaves with `error`, wherever they are, and cut the connections."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,19 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
         if step == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+@contextlib.contextmanager
+def values_after(items: Sequence[Item]) -> Iterator[None]:
+    """Whatever the block does to the tensors, they hold after it what they hold now, bit for bit."""
+    tensors = [unexpanded(item.tensor.detach()) for item in items]
+    own = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor, copy in zip(tensors, own, strict=True):
+                tensor.copy_(copy)
 
 
 def first_nonfinite(items: Sequence[Item]) -> int:

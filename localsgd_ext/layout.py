@@ -58,6 +58,7 @@ class Bucket:
     numel: int
     drift_numel: int
     segments: tuple[Segment, ...]
+    fragment: int = 0  # the part of the model that it belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,19 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def plan(specs: Sequence[TensorSpec], bucket_bytes: int, code_bytes: int | None = None) -> tuple[Table, ...]:
+def fragment_ends(numel: int, fragments: int) -> list[int]:
+    """Where each of so many parts of nearly equal size ends, among `numel` elements; at the end of a block. Small tables leave some empty."""
+    return [min(numel, math.ceil(math.ceil(numel * (part + 1) / fragments) / ALIGN) * ALIGN) for part in range(fragments)]
+
+
+def plan(
+    specs: Sequence[TensorSpec], bucket_bytes: int, code_bytes: int | None = None, fragments: int = 1
+) -> tuple[Table, ...]:
     """Lay the tensors out, in buckets of `bucket_bytes` bytes of values, or `code_bytes` of codes that drop bits (default: the same). Empty tensors take no room; of tied tensors the first stands for all.
 
     Tables come in the order in which their first tensor does, parameters before buffers inside each, which is the same on
-    every rank. Buckets of one table differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.
+    every rank. Buckets of one fragment differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.
+    fragments: every table is cut into so many parts first, each of which has buckets of its own; a tensor may lie in several.
     """
     groups: dict[tuple[torch.device, torch.dtype, Wire, Rule], list[int]] = {}
     seen: set[tuple[int, int, torch.dtype]] = set()
@@ -109,44 +118,51 @@ def plan(specs: Sequence[TensorSpec], bucket_bytes: int, code_bytes: int | None 
             _cut(
                 specs,
                 members,
-                elements_in(
-                    code_bytes if code_bytes and isinstance(wire, Code) and wire is not lossless(dtype) else bucket_bytes, wire
-                ),
+                elements_in(code_bytes if code_bytes and _drops_bits(dtype, wire) else bucket_bytes, wire),
+                fragments,
             ),
         )
         for (device, dtype, wire, rule), members in groups.items()
     )
 
 
-def _cut(specs: Sequence[TensorSpec], members: Sequence[int], capacity: int) -> tuple[Bucket, ...]:
+def _drops_bits(dtype: torch.dtype, wire: Wire) -> bool:
+    return isinstance(wire, Code) and wire is not lossless(dtype)
+
+
+def _cut(specs: Sequence[TensorSpec], members: Sequence[int], capacity: int, fragments: int) -> tuple[Bucket, ...]:
     """Cut the tensors of one table, laid end to end, into buckets of at most `capacity` elements (at least ALIGN)."""
     ordered = sorted(members, key=lambda index: not specs[index].is_parameter)
     total = sum(specs[index].numel for index in ordered)
     drift_left = sum(specs[index].numel for index in ordered if specs[index].is_parameter)
-    capacity = max(ALIGN, capacity // ALIGN * ALIGN)
-    even = math.ceil(total / math.ceil(total / capacity))
-    size = min(capacity, math.ceil(even / ALIGN) * ALIGN)
+    sizes = _sizes(total, max(ALIGN, capacity // ALIGN * ALIGN), fragments)
 
     buckets: list[Bucket] = []
     segments: list[Segment] = []
     filled = 0
-
-    def close() -> None:
-        nonlocal segments, filled, drift_left
-        drift = min(filled, drift_left)
-        drift_left -= drift
-        buckets.append(Bucket(filled, drift, tuple(segments)))
-        segments, filled = [], 0
-
     for index in ordered:
         start = 0
         while start < specs[index].numel:
+            size, fragment = sizes[len(buckets)]
             take = min(specs[index].numel - start, size - filled)
             segments.append(Segment(index, start, filled, take))
             start += take
             filled += take
             if filled == size:
-                close()
-    if filled:
-        close()
+                drift = min(filled, drift_left)
+                drift_left -= drift
+                buckets.append(Bucket(filled, drift, tuple(segments), fragment))
+                segments, filled = [], 0
     return tuple(buckets)
+
+
+def _sizes(total: int, capacity: int, fragments: int) -> list[tuple[int, int]]:
+    """Elements of each bucket, and its fragment."""
+    sizes, begin = [], 0
+    for fragment, end in enumerate(fragment_ends(total, fragments)):
+        if numel := end - begin:
+            even = math.ceil(numel / math.ceil(numel / capacity))
+            size = min(capacity, math.ceil(even / ALIGN) * ALIGN)
+            sizes += [(min(size, numel - at), fragment) for at in range(0, numel, size)]
+        begin = end
+    return sizes

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from . import arguments, backends, models
 from . import wire as wires
 from ._version import __version__
 from .averager import Averager, resolve_group
 from .checkpoint import AccelerateHooks
-from .control import Call, Control
+from .control import Call, Control, Standing
 from .errors import LocalSGDError
+from .gradient_sync import GradientSync
 from .items import check_in_place
 from .outer import Outer, check_outer
 from .report import SyncReport
 from .rounds import NONFINITE, Place, Rounds
-from .schedules import Schedule, as_schedule, checked_interval
+from .schedules import Schedule, as_schedule, checked_interval, fragments_due, lasting, may_return_to_0
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,19 +74,23 @@ class LocalSGD:
         outer: what is done with the mean progress of a round: None for taking the mean; `OuterSGD`, `DiLoCo`, `SlowMo`, or a callable that makes
             a torch.optim.Optimizer for the flat anchors (called once with a trial tensor, too). It keeps the anchor and its momentum in float32 (float64 for float64), beside what the wire
             takes; momentum outlives the block. averaged() gives the mean of the weights, to which no outer step is applied.
-        overlap_steps, fragments: not available yet beyond their defaults.
+        overlap_steps: how many counted steps an averaging may take in the background, less than a round has (times `fragments`, not more). Weights are taken
+            when it is due; that many steps later they become the average and what this rank has gained meanwhile (arXiv 2002.09539, 2501.18512), or
+            at once where another averaging is asked for. It has a process group of its own, and takes two copies of the largest fragment.
+        fragments: in how many parts of equal size the weights are averaged, at even distances within a round, each once in a round: an
+            averaging then moves that part of the bytes at once. At most 62. A schedule's rounds that are too short for this are made longer.
 
     Ranks may run out of batches at different times: who leaves the block early goes on serving the others' averagings, in which
     a rank's weights count if it has trained since the last one, until all are done. All leave with the same weights.
 
     Attributes:
-        num_steps: counted steps; where ranks had different numbers of batches, that of the longest once all have left the
-        block. num_syncs: averagings done. enabled: whether this object averages at all.
+        num_steps: counted steps; where ranks had different numbers of batches, that of the longest once all have left the block. num_syncs: averagings
+        done, of single fragments, too. enabled: whether this object averages at all.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; the message says what is.
         LocalSGDError: backend="native" cannot be had; the message holds the cause.
-        NotImplementedError: DeepSpeed, Megatron-LM, FSDP, XLA, or an argument that is not available yet.
+        NotImplementedError: DeepSpeed, Megatron-LM, FSDP, XLA.
 
         On entry, on every rank: LayoutMismatchError where tensors or options differ. In averagings, on every rank that is left:
         PeerError where a rank failed or is gone, PeerTimeoutError where one did not come; NonFiniteError.
@@ -119,13 +123,7 @@ class LocalSGD:
         wires.check_wire(wire)
         described_outer = check_outer(outer)
         backends.check_backend(backend)
-        later = {
-            "overlap_steps": overlap_steps != 0,
-            "fragments": fragments != 1,
-        }
-        for argument, asked in later.items():
-            if asked:
-                raise NotImplementedError(f"{argument} is not available yet; leave it at its default")
+        arguments.check_fragments(fragments, overlap_steps, self._schedule)
         arguments.check_bucket_mb(bucket_mb)
         arguments.check_timeout(timeout)
         home = arguments.state_device(state_device)
@@ -137,17 +135,14 @@ class LocalSGD:
         self._accelerator = accelerator
         self._count = count
         self._inside = False
-        self._was_local = False  # whether a step was ever trained without DDP's gradient sync
-        self._lent = (
-            False  # inside averaged(): the tensors hold the average for a while, and every rank's own weights come back
-        )
+        self._lent = False  # inside averaged(): the tensors hold the average for a while
         self._interval: int | None = None  # local steps of the current round; None until the schedule was first asked
         self._round_began = 0  # num_steps at the last scheduled averaging
-        self._no_sync: contextlib.AbstractContextManager[None] | None = None
+        self._gradient_sync = GradientSync()
         self._rounds: Rounds | None = None  # None where there is nobody to average with
         self._hooks: AccelerateHooks | None = None
-        self._ddp: DistributedDataParallel | None = None  # None where no gradient sync has to be switched
-        self._syncs_in_forward = False  # what DDP had planned for its next forward
+        self._fragments, self._overlap_steps = fragments, overlap_steps
+        self._lands_at = 0  # num_steps when what is under way in the background is waited for
         if not self.enabled:
             return
 
@@ -168,19 +163,20 @@ class LocalSGD:
             "nonfinite": nonfinite,
             "count": count,
             "bucket_mb": bucket_mb,
+            "fragments": fragments,
+            "overlap_steps": overlap_steps,
         }
         self._rounds = Rounds(
             self._selection,
-            Averager(group, wire, backend, bucket_mb, outer, home),
+            Averager(group, wire, backend, bucket_mb, outer, home, fragments, overlap_steps > 0),
             Control(group, timeout),
             nonfinite,
             {"version of localsgd_ext": __version__, **options},
+            overlap_steps > 0,
         )
         if accelerator is not None:
             self._hooks = AccelerateHooks(self, accelerator, dist.get_rank())
-        if ddp is not None and models.syncs_gradients_over(ddp, group):
-            self._ddp = ddp
-            self._was_local = not models.keeps_equal(ddp, group)
+        self._gradient_sync = GradientSync(ddp, group)
 
     def __enter__(self) -> LocalSGD:
         if self._inside:
@@ -189,14 +185,14 @@ class LocalSGD:
             )
         if self.enabled:
             if self._interval is None:
-                self._interval = checked_interval(self._schedule, self)
+                self._interval = self._ask()
             if self._rounds is not None:
                 try:
                     self._rounds.begin(self._place)
                 except BaseException as error:
                     self._rounds.fail(error)
                     raise
-            self._train_locally(self._interval > 0)
+            self._gradient_sync.set(on=self._interval == 0)
         self._inside = True
         return self
 
@@ -210,18 +206,18 @@ class LocalSGD:
                 if exc is not None:
                     self._rounds.fail(exc)
                 else:
+                    self._finish()
                     # Ranks may have counted different numbers of steps. They go on from the same place, so that the schedule gives all
                     # of them the same rounds.
-                    place = self._rounds.serve(self._place)
-                    self.num_steps, self._interval = place.step, place.interval
-                    self._round_began = place.step - place.phase
+                    self.num_steps, self._interval, phase = self._rounds.serve(self._place)
+                    self._round_began = self.num_steps - phase
         except BaseException as error:
             if self._rounds is not None:
                 self._rounds.fail(error)
             raise
         finally:
             self._inside = False
-            self._train_locally(False)
+            self._gradient_sync.set(on=True)
             if self._rounds is not None:
                 self._rounds.release()
 
@@ -239,46 +235,79 @@ class LocalSGD:
             raise LocalSGDError("step() was called outside the `with LocalSGD(...)` block, where gradients are synchronised")
         self._check_not_lent("step")
         self.num_steps += counted
-        if self._rounds is not None:
-            self._rounds.stepped |= applied
-        if counted and self.num_steps - self._round_began >= self._interval:
-            # Under DDP's gradient sync the ranks are equal already, unless they have ever trained apart: then their optimizers'
-            # states differ, and equal gradients no longer make equal weights.
-            apart = self._interval > 0 or self._no_sync is not None or self._ddp is None or self._was_local
-            self._round_began = self.num_steps
-            following = checked_interval(self._schedule, self)
-            if self._rounds is not None and apart:
-                standings = self._rounds.average(Call.STEP, self._place, following)
-                # One rank's word, so that a schedule which depends on the rank cannot set them apart.
-                following = next(standing.following for standing in standings if standing.call is Call.STEP)
-            self._interval = following
-            if self._rounds is not None and not apart and following > 0:
-                self._rounds.rebase(self._place)
+        if self._rounds is not None and applied:
+            self._rounds.stepped()
+        if counted:
+            if self.num_steps >= self._lands_at or (self._rounds is not None and self._rounds.has_failed):
+                self._finish()
+            if parts := fragments_due(self._interval, self._place.phase, self._fragments):
+                self._round_or_part(parts)
         if applied:
             # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
-            self._train_locally(self._interval > 0)
+            self._gradient_sync.set(on=self._interval == 0)
+
+    def _round_or_part(self, parts: int) -> None:
+        """These fragments are due; with the last of them the round ends."""
+        assert self._interval is not None
+        apart = self._interval > 0 or not self._gradient_sync.keeps_equal()
+        ends, was, following = self._place.phase >= self._interval, self._interval, self._interval
+        if ends:
+            self._round_began = self.num_steps
+            following = self._ask()
+        place = Place(self.num_steps, was, self._place.phase)
+        if self._rounds is None or not apart:
+            self._interval = following
+            if self._rounds is not None and following > 0:
+                self._rounds.rebase(place._replace(interval=following))
+        elif self._overlap_steps == 0 or was == 0 or parts & (parts - 1):
+            self._agreed(self._rounds.average(Call.STEP, place, following, parts), ends)
+        else:
+            self._finish()
+            self._rounds.depart(place, following, parts, ends)
+            self._interval = following  # until the ranks' word has arrived
+            self._lands_at = self.num_steps + self._overlap_steps
+            if ends and may_return_to_0(self._schedule):
+                self._agreed(self._rounds.met(), ends)
+            if self._interval == 0:  # what comes next is no local training
+                self._finish()
+
+    def _ask(self) -> int:
+        return lasting(checked_interval(self._schedule, self), self._overlap_steps, self._fragments)
+
+    def _agreed(self, standings: list[Standing], ends: bool) -> None:
+        """One rank's word counts for the next round, so that a schedule which depends on the rank cannot set them apart."""
+        if ends:
+            self._interval = next(standing.following for standing in standings if standing.call is Call.STEP)
+
+    def _finish(self) -> None:
+        """Wait for what is under way in the background."""
+        if self._rounds is not None and self._rounds.under_way:
+            self._agreed(*self._rounds.land())
 
     def synchronize(self) -> SyncReport | None:
         """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with."""
         if self._rounds is None:
             return None
         self._check_not_lent("synchronize")
+        self._finish()
         with self._perhaps_outside(self._rounds):
-            self._average(Call.SYNCHRONIZE)
+            self._rounds.average(Call.SYNCHRONIZE, self._place)
             return self._rounds.report
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[SyncReport | None]:
         """The averaged weights inside the block, this rank's own weights again after it, bit for bit, also after an error.
 
-        To be entered on all ranks alike; gives the report of the averaging. Holds a copy of the averaged tensors meanwhile.
+        To be entered on all ranks alike; gives the report of the averaging. Holds a copy of the averaged tensors meanwhile. What is under way in
+        the background is waited for before: own weights are those with it.
         """
         if self._rounds is None:
             yield None
             return
         self._check_not_lent("averaged")
+        self._finish()
         with self._perhaps_outside(self._rounds), self._rounds.own_weights_after():
-            self._average(Call.AVERAGED)
+            self._rounds.average(Call.AVERAGED, self._place)
             self._lent = True
             try:
                 yield self._rounds.report
@@ -294,7 +323,7 @@ class LocalSGD:
         """
         state = {} if self._rounds is None else self._rounds.state()
         state |= {"num_steps": torch.tensor(self.num_steps), "phase": torch.tensor(self._place.phase)}
-        state["was_local"] = torch.tensor(self._was_local)
+        state["was_local"] = torch.tensor(self._gradient_sync.was_off)
         if self._interval is not None:
             state["interval"] = torch.tensor(self._interval)
         if hasattr(self._schedule, "state_dict"):
@@ -312,12 +341,13 @@ class LocalSGD:
             return
         self.num_steps = int(state["num_steps"])
         self._round_began = self.num_steps - int(state["phase"])
-        self._interval = int(state["interval"]) if "interval" in state else None
-        self._was_local |= bool(state["was_local"])
+        interval = int(state["interval"]) if "interval" in state else None
+        self._interval = None if interval is None else lasting(interval, self._overlap_steps, self._fragments)
+        self._gradient_sync.was_off |= bool(state["was_local"])
         if self._rounds is not None:
             self._rounds.restore(state, self.num_steps)
         if self._inside:
-            self._train_locally((self._interval or 0) > 0)
+            self._gradient_sync.set(on=not self._interval)
         if hasattr(self._schedule, "load_state_dict"):
             prefix = "schedule."
             self._schedule.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
@@ -348,10 +378,6 @@ class LocalSGD:
     def _place(self) -> Place:
         return Place(self.num_steps, self._interval or 0, self.num_steps - self._round_began)
 
-    def _average(self, call: Call) -> None:
-        if self._rounds is not None:
-            self._rounds.average(call, self._place)
-
     @contextlib.contextmanager
     def _perhaps_outside(self, rounds: Rounds) -> Iterator[None]:
         """Outside the `with` block its entry and its end are made up for."""
@@ -372,18 +398,3 @@ class LocalSGD:
             raise LocalSGDError(
                 f"{call}() was called inside `with local_sgd.averaged():`, whose end puts each rank's own weights back; leave it first"
             )
-
-    def _train_locally(self, locally: bool) -> None:
-        """Turn DDP's gradient sync off or on."""
-        self._was_local |= locally
-        if locally and self._no_sync is None and self._ddp is not None:
-            self._no_sync = self._ddp.no_sync()
-            self._no_sync.__enter__()
-            # Its next forward would broadcast buffers: a collective that a rank without batches never joins.
-            self._syncs_in_forward = self._ddp.require_forward_param_sync
-            self._ddp.require_forward_param_sync = False
-        elif not locally and self._no_sync is not None:
-            context, self._no_sync = self._no_sync, None
-            context.__exit__(None, None, None)
-            if self._ddp is not None:
-                self._ddp.require_forward_param_sync = self._syncs_in_forward

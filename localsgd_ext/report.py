@@ -14,10 +14,10 @@ from .collectives import Watch, abandon, wait
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One averaging, as seen by this rank.
+    """One averaging, as seen by this rank; with fragments, of those that were due.
 
     step: counted steps when it happened. round: which averaging it was, from 1. interval: local steps the schedule gave this
-    round. local_steps: since the ranks last held the same weights. seconds: host time this rank spent in it. device_seconds: from its first to
+    round. local_steps: since the ranks last held the same weights. seconds: host time this rank spent in it, in the background if it was there. device_seconds: from its first to
     its last kernel, on CUDA; else None. wire_bytes: payload this rank sent, by the collective's own arithmetic.
     drift: root mean square over ranks of ||x_i - mean|| / ||mean||, over the averaged parameters, before the averaging.
     active_ranks: ranks whose weights entered the mean. backend: the engine that packed and applied ("torch" or "native").

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from . import agreement
 from .averager import Averager
-from .binding import Mode
-from .control import Call, Control, News, Standing
-from .errors import LocalSGDError, NonFiniteError
-from .items import Item, first_nonfinite, unexpanded, version
-from .layout import Rule
-from .models import PARAMETER_FATES, Selection
+from .background import JOIN_SECONDS, Flight, Worker
+from .binding import Binding, Mode
+from .control import Call, Control, Standing
+from .decision import Outcome, check_average, decide, warn
+from .entry import agree
+from .errors import LocalSGDError
+from .items import Item, first_nonfinite, values_after, version
+from .models import Selection
 from .report import PendingReport, SyncReport, span
 
 NONFINITE = ("raise", "exclude", "ignore")
@@ -37,7 +38,8 @@ class Place(NamedTuple):
 class Rounds:
     """The averagings of one LocalSGD.
 
-    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name.
+    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name. overlaps: whether averagings go on in the
+    background of training, in a process group of their own.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Rounds:
         control: Control,
         nonfinite: str,
         options: Mapping[str, object],
+        overlaps: bool = False,
     ) -> None:
         self._selection = selection
         self._averager = averager
@@ -57,12 +60,17 @@ class Rounds:
         self._options = options
         self._pending: PendingReport | None = None
         self._report: SyncReport | None = None
-        self._version = (-1, -1)  # of the tensors right after the last averaging
+        self._version = (-1, -1)  # of the tensors when last looked at
         self._loaded: Mapping[str, torch.Tensor] | None = None  # of a checkpoint, until the tensors are bound
         self._begun = False  # whether the ranks have begun a block together, and not left it
-        self._equal_at = 0  # counted steps when the ranks last held the same weights
+        self._everything = averager.everything
+        self._equal_at = [0] * averager.fragments  # counted steps when the ranks last held the same weights of each
+        # The fragments, as bits, whose weights and whose buffers have changed on this rank since their last averaging.
+        self._trained = self._changed = 0
+        self._overlaps = overlaps
+        self._worker = Worker()
+        self._flight: tuple[Flight[Outcome], Binding, Standing, bool] | None = None
         self.count = 0  # averagings done
-        self.stepped = False  # whether this rank has trained since the last one
 
     @property
     def report(self) -> SyncReport | None:
@@ -76,12 +84,18 @@ class Rounds:
     def settle(self) -> None:
         """Wait for the drift of the last averaging, which travels while training goes on; read no value from the device."""
         if self._pending is not None:
-            with self._blaming():
+            with self._control.blaming():
                 self._pending.wait(self._control.watch())
+
+    def stepped(self) -> None:
+        """This rank has trained."""
+        self._trained = self._everything
 
     def begin(self, place: Place) -> None:
         """Make sure that all ranks hold the same tensors, options and weights; where the weights differ, take rank 0's."""
         self.agree(place, equal=True)
+        if self._overlaps:
+            self._averager.use_own_group(self._control.timeout)
         self._start(place.step)
 
     def _start(self, step: int) -> None:
@@ -95,13 +109,13 @@ class Rounds:
                 anchors.load(self._loaded)
         self._loaded = None
         self._begun = True
-        self.stepped = self._rounded = False
-        self._equal_at = step
-        self._version = version(items)
+        self._rounded = False
+        self._equal_at = [step] * len(self._equal_at)
+        self._note_version(items)
 
     def rebase(self, place: Place) -> None:
         """The ranks have trained in step, without averagings: where they are now, their next differences begin."""
-        self._equal_at = place.step
+        self._equal_at = [place.step] * len(self._equal_at)
         if self._averager.anchors is not None:
             self.begin(place)
 
@@ -110,52 +124,131 @@ class Rounds:
         options = {
             **self._options,
             CHECK: self._checks,
+            "process group": self._averager.own_group() if self._overlaps and equal else "",
             "local_sgd_steps": place.interval,
             "steps into the round": place.phase,
         }
-        described = self._selection.described()
-        parameters = [tensor for _, fate, tensor in described if fate in PARAMETER_FATES]
-        lines = agreement.describe(options, described)
-        differing = self._control.enter(lines, agreement.checksums(parameters) if equal else [], place.step)
-        if not differing:
-            return
-        ranks = self._control.global_ranks
-        warnings.warn(
-            f"the weights of {agreement.name_ranks([ranks[each] for each in differing])} differ from rank {ranks[0]}'s; all ranks start from "
-            f"rank {ranks[0]}'s (a model without DDP has to be seeded alike, or loaded, on every rank)",
-            stacklevel=5,
-        )
-        with self._blaming():
-            self._averager.average(
-                [Item(name, tensor, Rule.FOLLOW, is_parameter=False) for name, _, tensor in described],
-                step=0, round=0, interval=0, mode=Mode.VALUES, watch=self._control.watch(), timeout=self._control.timeout,
-            ).result(self._control.watch())  # fmt: skip
+        agree(self._control, self._averager, self._selection.described(), options, place.step, equal)
 
-    def average(self, call: Call, place: Place, following: int = 0) -> list[Standing]:
+    def average(self, call: Call, place: Place, following: int = 0, parts: int = 0) -> list[Standing]:
         """Meet the other ranks, and average if one of them has something new; gives where they stood.
 
-        following: local steps of the next round, as far as this rank is concerned.
+        following: local steps of the next round, as far as this rank is concerned. parts: the fragments that step() is to average; all other calls
+        average all of them. Nothing may be under way in the background.
         """
-        self.settle()
         items = self._selection.items()
-        bad = -1 if self._nonfinite == "ignore" else first_nonfinite(items)
+        own = self._standing(call, place, following, parts, items)
+        if self._nonfinite != "ignore":
+            whole = own.parts == self._everything
+            bad = first_nonfinite(items) if whole else self._averager.bindings[Mode.WIRE].first_nonfinite(own.parts)
+            own = own._replace(bad=bad)
+        outcome = self._meet(own, items)
+        warn(outcome)
+        if any(outcome.active) and not outcome.deferred:
+            # A rank that serves others in averaged() puts its own weights back as they do.
+            lent = outcome.common is Call.AVERAGED and call is Call.EXIT
+            with self.own_weights_after() if lent else contextlib.nullcontext():
+                self._replace_by_mean(items, outcome, place)
+        return outcome.standings
+
+    def depart(self, place: Place, following: int, parts: int, ends: bool) -> None:
+        """Begin what `average` does in step(), in the background: `land` ends it. parts: one of them. ends: whether a round does, kept for
+        `land`."""
+        items = self._selection.items()
+        own = self._standing(Call.STEP, place, following, parts, items)._replace(taken=1)
+        binding = self._averager.bindings[Mode.WIRE]
+        with torch.inference_mode(False), torch.no_grad():
+            binding.take(parts)
+        self._trained &= ~parts
+        self._changed &= ~parts
+        devices = {item.tensor.device for item in items if item.tensor.is_cuda}
+
+        def fly(flight: Flight[Outcome]) -> Outcome:
+            bad = -1 if self._nonfinite == "ignore" else binding.first_nonfinite(parts)
+            outcome = self._meet(own._replace(bad=bad), items)
+            flight.met.set_result(outcome.standings)
+            if any(outcome.active) and not outcome.deferred:
+                flight.check()
+                outcome = outcome._replace(pending=self._average(items, outcome, place, binding, flight.check))
+            return outcome
+
+        self._flight = Flight(self._worker, fly, devices), binding, own, ends
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something goes on in the background, or waits to be landed."""
+        return self._flight is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known to have failed: `land` raises that."""
+        return self._flight is not None and self._flight[0].has_failed
+
+    def met(self) -> list[Standing]:
+        """Wait for where the ranks stand, of what was begun by `depart`."""
+        assert self._flight is not None
+        return self._flight[0].met.result() or self.land()[0]
+
+    def land(self) -> tuple[list[Standing], bool]:
+        """Wait for what was begun by `depart`, and give it to the tensors. Gives where the ranks stood, and what `ends` was."""
+        assert self._flight is not None
+        flight, taken, own, ends = self._flight
+        place = Place(own.step, own.interval, own.phase)
+        try:
+            outcome = flight.land()
+        except BaseException:
+            self._trained |= own.trained & own.parts
+            self._changed |= own.changed & own.parts
+            raise
+        finally:
+            if flight.ended(0):  # else this rank was interrupted, and gives up
+                self._flight = None
+        warn(outcome)
+        if outcome.deferred:
+            return self.average(Call.STEP, place, own.following, self._everything), ends
+        if outcome.pending is not None:
+            items = self._selection.items()
+            self._look(items)
+            binding = self._averager.bind(items)
+            with torch.inference_mode(False), torch.no_grad():
+                if binding is not taken:
+                    binding.adopt(taken)
+                # Where NaN was left out of the mean, there is no progress either.
+                progress = outcome.standings[self._control.rank].bad < 0
+                binding.give(outcome.parts, progress, outcome.active.index(True))
+            self._pending = outcome.pending
+            self._landed(items, outcome, place)
+        return outcome.standings, ends
+
+    def _standing(self, call: Call, place: Place, following: int, parts: int, items: Sequence[Item]) -> Standing:
+        """Of this rank, save whether its weights are finite. Makes sure that the tensors are bound."""
+        self.settle()
         # Outside a block nothing is agreed on that differences could be taken to.
         layout = self._averager.bind(items, Mode.WIRE if self._begun else Mode.VALUES).layout
         anchors = self._averager.anchors
         agreed = self._begun and (anchors is None or anchors.agreed)
         anchor = anchors.fingerprint() if self._checks and anchors is not None and agreed else 0
-        own = Standing(call, self._news(), bad, *place, layout, agreed, anchor, following)
+        if self._overlaps or self._trained != self._everything:  # else there is nothing left to notice
+            self._look(items)
+        parts = parts if call is Call.STEP else self._everything
+        return Standing(call, self._trained, self._changed, -1, *place, parts, layout, agreed, anchor, following)
+
+    def _meet(self, own: Standing, items: Sequence[Item]) -> Outcome:
         with span("handshake"):
             standings = self._control.meet(own, lambda: agreement.describe({}, self._selection.described()))
-        common = min(standing.call for standing in standings)  # what those that still train are doing, if any are
-        active = self._active(standings, common, items, place.step)
-        if any(active):
+        outcome = decide(
+            standings,
+            items,
+            self._control.global_ranks,
+            self._nonfinite,
+            self._rounded,
+            self._averager.anchors is not None,
+            self._overlaps,
+            self._everything,
+        )
+        if any(outcome.active):
             self._control.check_all_here()
-            # A rank that serves others in averaged() puts its own weights back as they do.
-            lent = common is Call.AVERAGED and call is Call.EXIT
-            with self.own_weights_after() if lent else contextlib.nullcontext():
-                self._replace_by_mean(items, active, place, common, self._mode(standings, common))
-        return standings
+        return outcome
 
     def serve(self, place: Place) -> Place:
         """This rank has no more batches: take part in the others' averagings until all are done, and in the closing one.
@@ -173,29 +266,33 @@ class Rounds:
     def own_weights_after(self) -> Iterator[None]:
         """Whatever the block does to the weights, this rank's own are there again after it, bit for bit."""
         items = self._selection.items()
-        news = self._news()
-        tensors = [unexpanded(item.tensor.detach()) for item in items]
-        own = [tensor.clone() for tensor in tensors]
+        self._look(items)
+        trained, changed = self._trained, self._changed
         try:
-            yield
+            with values_after(items):
+                yield
         finally:
-            with torch.inference_mode(False), torch.no_grad():
-                for tensor, copy in zip(tensors, own, strict=True):
-                    tensor.copy_(copy)
-            self.stepped = news is News.WEIGHTS
-            parameters, buffers = version(items)
-            self._version = parameters, buffers if news is News.NOTHING else -1
+            self._note_version(items)
+            self._trained, self._changed = trained, changed
 
     def fail(self, error: BaseException) -> None:
         """This rank gives up: tell the others, start nothing more, and wait for nothing."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight[0].abandon()
         self._control.fail(error)
+        if flight is not None:
+            self._drop(flight[0])
+        self._averager.use_given_group(clean=False)
 
     def state(self) -> dict[str, torch.Tensor]:
         """What goes on from here, by name, the same on every rank. Raises LocalSGDError where that is not all there is."""
-        if self._begun and (self._rounded or self._news() is not News.NOTHING):
+        if self._begun:
+            self._look(self._selection.items())
+        if self._begun and (self._rounded or self._flight is not None or self._trained or self._changed):
             raise LocalSGDError("this rank has trained since the last averaging; call synchronize() on all ranks before saving")
         state = {"num_syncs": torch.tensor(self.count)}
         if (report := self.report) is not None:
@@ -207,6 +304,11 @@ class Rounds:
 
     def restore(self, state: Mapping[str, torch.Tensor], step: int) -> None:
         """Go on from what `state` gave; the tensors have been loaded."""
+        flight, self._flight = self._flight, None
+        if flight is not None:  # what it brings is of no use any more
+            pending = flight[0].land().pending
+            if pending is not None:
+                pending.wait(self._control.watch())
         self.count = int(state["num_syncs"])
         saved: dict[str, Any] = {k.removeprefix("report."): v.item() for k, v in state.items() if k.startswith("report.")}
         self._pending, self._report = None, SyncReport(**{"device_seconds": None, "backend": ""} | saved) if saved else None
@@ -214,106 +316,81 @@ class Rounds:
         if self._begun:
             self._start(step)
 
+    def _drop(self, flight: Flight[Outcome]) -> None:
+        """It was abandoned."""
+        if not flight.ended(JOIN_SECONDS):
+            self._worker = Worker()  # the old one may never end
+        elif not flight.has_failed and (pending := flight.land().pending) is not None:
+            pending.abandon()
+
     def release(self) -> None:
         """Hold no tensor and no buffer until the next averaging."""
         self._begun = False
+        self._worker.stop()
+        self._averager.use_given_group(clean=True)
         self._averager.release()
         self._selection.release()
 
-    def _news(self) -> News:
-        """What changed on this rank since the last averaging, by step() or in place without it."""
-        if self.stepped:
-            return News.WEIGHTS
-        parameters, buffers = version(self._selection.items())
+    def _look(self, items: Sequence[Item]) -> None:
+        """Notice what has changed in place without step()."""
+        parameters, buffers = version(items)
         if parameters != self._version[0]:
-            return News.WEIGHTS
-        return News.BUFFERS if buffers != self._version[1] else News.NOTHING
+            self._trained = self._everything
+        if buffers != self._version[1]:
+            self._changed = self._everything
+        self._version = parameters, buffers
 
-    def _active(self, standings: Sequence[Standing], common: Call, items: Sequence[Item], step: int) -> list[bool]:
-        """Whose weights count: of the ranks with something new, the healthy ones.
+    def _note_version(self, items: Sequence[Item]) -> None:
+        """All there is is known, and nothing of it is new."""
+        self._version = version(items)
+        self._trained = self._changed = 0
 
-        A rank that only ran its model forward has nothing to add to weights that others trained.
-        """
-        most = max(standing.news for standing in standings)
-        news = [standing.news is most is not News.NOTHING for standing in standings]
-        if not any(news) and (common in (Call.SYNCHRONIZE, Call.AVERAGED) or (common is Call.EXIT and self._rounded)):
-            # Asked for, though nothing was seen to change; or the last averaging left something unsent.
-            news = [standing.call is common for standing in standings]
-        bad = {rank: s.bad for rank, s in enumerate(standings) if news[rank] and s.bad >= 0}
-        if not bad:
-            return news
-        ranks = self._control.global_ranks
-        found = ", ".join(f"rank {ranks[rank]} (first in {items[index].name!r})" for rank, index in bad.items())
-        if len(bad) == sum(news):  # then the last average, which ranks without news still hold
-            news = [standing.bad < 0 for standing in standings]
-        if self._nonfinite == "raise" or not any(news):
-            raise NonFiniteError(
-                f"NaN or inf in the parameters of {found} at step {step}; nothing was averaged. Lower the learning rate or clip gradients; "
-                "nonfinite='exclude' goes on with the healthy ranks, nonfinite='ignore' with everything"
-            )
-        warnings.warn(
-            f"NaN or inf in the parameters of {found} at step {step}: left out of the average, and replaced by it. An optimizer there may "
-            "still hold NaN",
-            stacklevel=5,
-        )
-        return [each and rank not in bad for rank, each in enumerate(news)]
-
-    def _mode(self, standings: Sequence[Standing], common: Call) -> Mode:
-        """How to average, which all ranks come to alike: from what they said, and from what they have in common."""
-        if not all(standing.agreed for standing in standings):
-            return Mode.VALUES
-        if self._averager.anchors is None:
-            return Mode.WIRE
-        if common is Call.AVERAGED:
-            return Mode.VALUES  # all ranks get their own weights back: for the anchor it has never been
-        if all(standing.news is not News.WEIGHTS for standing in standings):
-            return Mode.FLUSH
-        return Mode.WIRE if common is Call.STEP else Mode.EXACT
-
-    def _replace_by_mean(self, items: Sequence[Item], active: Sequence[bool], place: Place, common: Call, mode: Mode) -> None:
+    def _replace_by_mean(self, items: Sequence[Item], outcome: Outcome, place: Place) -> None:
         anchors = self._averager.anchors if self._begun else None
-        if mode is Mode.VALUES and anchors is not None and active[self._control.rank]:
-            self._averager.pour_residual(sum(active))
-        with self._blaming():
-            self._pending = self._averager.average(
-                items, step=place.step, round=self.count + 1, interval=place.interval, local_steps=place.step - self._equal_at,
-                mode=mode, active=active, watch=self._control.watch(), timeout=self._control.timeout,
+        if outcome.mode is Mode.VALUES and anchors is not None and outcome.active[self._control.rank]:
+            self._averager.pour_residual(sum(outcome.active))
+        self._pending = self._average(items, outcome, place)
+        self._landed(items, outcome, place)
+
+    def _average(
+        self,
+        items: Sequence[Item],
+        outcome: Outcome,
+        place: Place,
+        taken: Binding | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> PendingReport:
+        """check: called while waiting, too."""
+        watch = self._control.watch()
+
+        def both() -> None:
+            if check is not None:
+                check()
+            watch()
+
+        since = min(at for fragment, at in enumerate(self._equal_at) if outcome.parts >> fragment & 1)
+        with self._control.blaming():
+            return self._averager.average(
+                items, step=place.step, round=self.count + 1, interval=place.interval, local_steps=place.step - since,
+                mode=outcome.mode, parts=outcome.parts, taken=taken, active=outcome.active, watch=both, timeout=self._control.timeout,
             )  # fmt: skip
-        if common is not Call.AVERAGED:
-            self._equal_at = place.step
-            self._rounded = mode is Mode.WIRE and anchors is not None and anchors.is_lossy
-            if mode is Mode.VALUES and anchors is not None:
+
+    def _landed(self, items: Sequence[Item], outcome: Outcome, place: Place) -> None:
+        """The tensors hold the average."""
+        anchors = self._averager.anchors if self._begun else None
+        if outcome.common is not Call.AVERAGED:
+            for fragment in range(len(self._equal_at)):
+                if outcome.parts >> fragment & 1:
+                    self._equal_at[fragment] = place.step
+            self._rounded = outcome.mode is Mode.WIRE and anchors is not None and anchors.is_lossy
+            if outcome.mode is Mode.VALUES and anchors is not None:
                 self._averager.agree()
         self.count += 1
-        self.stepped = False
-        self._version = version(items)
-        self._check_finite(items, place.step)
-
-    def _check_finite(self, items: Sequence[Item], step: int) -> None:
-        """All that went in was finite. Where that need not be so of what comes out, look."""
-        assert self._pending is not None
-        suspect = self._averager.sums_in_float16 or self._averager.anchors is not None
-        if self._nonfinite == "ignore" or not suspect or self._pending.mean_sq.isfinite():
-            return
-        if (bad := first_nonfinite(items)) >= 0:  # and not just too large to be squared
-            if self._averager.sums_in_float16:
-                why = "the sum over ranks overflowed float16"
-            else:
-                why = "differences, or the average, are too large for the wire or for the parameters' dtype"
-            raise NonFiniteError(
-                f"the average holds inf or NaN at step {step}, first in {items[bad].name!r}, though all ranks' weights were finite: {why}; "
-                "use a wire of more bits, such as wire='float32'"
-            )
-
-    @contextlib.contextmanager
-    def _blaming(self) -> Iterator[None]:
-        """Around collectives: an error that another rank is to blame for becomes one that names it."""
-        try:
-            yield
-        except (LocalSGDError, torch.OutOfMemoryError):
-            raise
-        except (RuntimeError, OSError) as error:  # what collectives raise; anything else is this rank's own
-            cause = self._control.explain(error)
-            if cause is error:
-                raise
-            raise cause from error
+        trained, changed = self._trained, self._changed
+        self._note_version(items)
+        if outcome.pending is not None:  # training went on meanwhile
+            self._trained, self._changed = trained, changed
+        else:
+            self._trained, self._changed = trained & ~outcome.parts, changed & ~outcome.parts
+        if self._nonfinite != "ignore" and self._pending is not None:
+            check_average(items, self._pending, self._averager, place.step)

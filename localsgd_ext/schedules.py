@@ -145,6 +145,26 @@ def as_schedule(local_sgd_steps: Any) -> Schedule:
     return local_sgd_steps if callable(local_sgd_steps) else Every(local_sgd_steps)
 
 
+def may_return_to_0(schedule: Schedule) -> bool:
+    """Whether there may be synchronous steps after local ones: then no rank may go on before it knows."""
+    if isinstance(schedule, Warmup):
+        return may_return_to_0(as_schedule(schedule.then))
+    return not isinstance(schedule, (Every, QSR, DriftTarget))
+
+
+def lasting(interval: int, overlap_steps: int, fragments: int) -> int:
+    """That interval, or a longer one in which each averaging has arrived before the next begins."""
+    return max(interval, overlap_steps + 1, overlap_steps * fragments) if interval and overlap_steps else interval
+
+
+def fragments_due(interval: int, phase: int, fragments: int) -> int:
+    """Which fragments are averaged `phase` steps into a round of `interval`, as bits: number f at (f + 1) / fragments of it, rounded up."""
+    if fragments == 1:
+        return int(phase >= interval)
+    points = [-(-(number + 1) * interval // fragments) for number in range(fragments)]
+    return sum(1 << number for number, point in enumerate(points) if point == min(phase, interval))
+
+
 def checked_interval(schedule: Schedule, local_sgd: LocalSGD) -> int:
     """Ask the schedule for the next round; 0 means that the next step is ordinary synchronous training."""
     value = schedule(local_sgd)

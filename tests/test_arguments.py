@@ -76,18 +76,6 @@ def test_sharded_models_are_refused_without_an_accelerator_too() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("overlap_steps", 1),
-        ("fragments", 2),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(option: str, value: object) -> None:
-    with pytest.raises(NotImplementedError, match=option):
-        LocalSGD(None, nn.Linear(1, 1), 8, **{option: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
         ("bucket_mb", "8"),
         ("bucket_mb", float("inf")),
         ("bucket_mb", True),

@@ -32,6 +32,9 @@ def options(kind: str, optimizer: Any) -> dict[str, Any]:
         "DriftTarget": {"local_sgd_steps": DriftTarget(0.05, 2, 20), "outer": OuterSGD(0.9)},
         "AdamW outside": {"local_sgd_steps": 8, "outer": _sgd, "wire": "float16"},
         "bfloat16": {"local_sgd_steps": 8, "outer": DiLoCo()},
+        # At 26 steps the first fragment is taken, and arrives at 28.
+        "under way": {"local_sgd_steps": 8, "outer": DiLoCo(), "wire": "int8", "fragments": 4, "overlap_steps": 2},
+        "AdamW under way": {"local_sgd_steps": 8, "outer": _sgd, "fragments": 2, "overlap_steps": 4},
     }[kind]
 
 
@@ -62,6 +65,7 @@ class Run:
             self.local_sgd.step()
 
     def end(self) -> list[bytes]:
+        self.local_sgd._finish()
         rounds = self.local_sgd._rounds
         assert rounds is not None
         anchors = rounds._averager.anchors
@@ -95,7 +99,18 @@ def _resumed(rank: int, kind: str, folder: str, inside: bool) -> list[bytes]:
 @pytest.mark.parametrize("inside", [False, True], ids=["before the block", "inside the block"])
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "int4", "DiLoCo with int8", "Warmup and QSR", "in the warm-up", "DriftTarget", "AdamW outside", "bfloat16"],
+    [
+        "plain",
+        "int4",
+        "DiLoCo with int8",
+        "Warmup and QSR",
+        "in the warm-up",
+        "DriftTarget",
+        "AdamW outside",
+        "bfloat16",
+        "under way",
+        "AdamW under way",
+    ],
 )
 @pytest.mark.usefixtures("engine")
 def test_resuming_in_mid_window_ends_with_the_same_bits(kind: str, inside: bool, tmp_path: Path) -> None:

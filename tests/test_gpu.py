@@ -244,6 +244,31 @@ def test_codes_between_ranks_leave_the_bits_of_the_reference(world_size: int, mo
     ranks.run_ranks(_coded_over_gloo, world_size, limit=120.0)
 
 
+def _in_the_background(rank: int) -> None:
+    from localsgd_ext import DiLoCo, LocalSGD
+
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = nn.ParameterList([nn.Parameter(torch.ones(n, device=device)) for n in (900, 7, 30_000)])
+        with LocalSGD(None, model, 6, wire="int8", outer=DiLoCo(), overlap_steps=2, fragments=3) as local_sgd:
+            for step in range(15):
+                with torch.no_grad():
+                    for parameter in model:
+                        generator = torch.Generator().manual_seed(1000 * step + parameter.numel() + rank)
+                        parameter.add_(torch.rand(parameter.shape, generator=generator).to(device), alpha=2.0**-10)
+                if device == "cuda":
+                    torch.cuda._sleep(10_000_000)  # the host runs ahead of the device
+                local_sgd.step()
+        ends.append([parameter.detach().cpu() for parameter in model])
+    assert all(map(same_bits, *ends))
+
+
+@pytest.mark.usefixtures("native_binary")
+def test_averaging_in_the_background_leaves_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
+    ranks.run_ranks(_in_the_background, 2, limit=120.0)
+
+
 def test_work_goes_to_the_current_stream(engine: Any) -> None:
     memory = Memory(torch.float32, SIZES["odd"])
     (bucket,) = memory.bind(engine, torch.float32, len(SIZES["odd"]), 2**30)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localsgd_ext.layout import ALIGN, Rule, TensorSpec, is_dense, plan
+from localsgd_ext.layout import ALIGN, Rule, TensorSpec, fragment_ends, is_dense, plan
 
 CPU = torch.device("cpu")
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -45,6 +45,20 @@ def test_every_element_has_exactly_one_place(tensors: list[TensorSpec], bucket_b
         pieces = sorted(placed.get(index, []))
         assert [a for a, _ in pieces] == [0, *(b for _, b in pieces)][: len(pieces)], "pieces join up"
         assert (pieces[-1][1] if pieces else 0) == spec.numel
+
+
+@given(specs(), st.integers(1, 9000), st.integers(1, 9))
+def test_fragments_are_equal_and_in_buckets_of_their_own(tensors: list[TensorSpec], bucket_bytes: int, fragments: int) -> None:
+    for table, whole in zip(plan(tensors, bucket_bytes, fragments=fragments), plan(tensors, bucket_bytes), strict=True):
+        assert table.numel == whole.numel
+        numbers = [bucket.fragment for bucket in table.buckets]
+        assert numbers == sorted(numbers)
+        sizes = [sum(bucket.numel for bucket in table.buckets if bucket.fragment == f) for f in range(fragments)]
+        assert list(itertools.accumulate(sizes)) == fragment_ends(table.numel, fragments)
+        assert all(abs(size - table.numel / fragments) < 2 * ALIGN for size in sizes)
+        pieces = [(s.tensor, s.start, s.numel) for bucket in table.buckets for s in bucket.segments]
+        order = [(s.tensor, s.start + i) for bucket in whole.buckets for s in bucket.segments for i in range(s.numel)]
+        assert [(t, start + i) for t, start, n in pieces for i in range(n)] == order
 
 
 @given(specs(), st.integers(1, 9000))

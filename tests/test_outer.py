@@ -151,7 +151,7 @@ def _small_steps(rank: int, dtype: torch.dtype) -> float:
                 with torch.no_grad():
                     model[0].add_(step)
             else:
-                local_sgd._rounds.stepped = True
+                local_sgd._rounds.stepped()
             local_sgd.step()
     return (model[0].detach().double() - 1).mean().item() / (64 * step * 0.125 / 2)
 

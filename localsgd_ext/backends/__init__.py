@@ -84,7 +84,7 @@ class Backend(Protocol):
         optimizer of torch's gets its gradient, -d, in the place of the momentum; anchor and tensors are then left to it. rank, size: of the group."""
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
-        """Pack, exchange and apply all buckets in a pipeline of SLOTS staging buffers; bucket k uses number k % SLOTS.
+        """Pack, exchange and apply all buckets in a pipeline: each waits for the one before it in its staging buffer, of which there are SLOTS.
 
         Gives [||local - mean||^2, ||mean||^2], float64 (float32 where a device has no other), shape (2,). Raises what a collective
         or `terms.watch` raises; every element then holds its local or its averaged value, but collectives may still be in flight and

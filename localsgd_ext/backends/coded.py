@@ -92,7 +92,7 @@ class CodedBucket:
         size: int,
     ) -> None:
         assert isinstance(table.wire, Code)
-        self._code = table.wire
+        self._code, self.slot = table.wire, staging.data_ptr()
         self._numel = bucket.numel
         self._rank, self._size = rank, size
         self._chunks = chunks

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .. import build
-from ..collectives import POLL_SECONDS, SLOTS, Terms
+from ..collectives import POLL_SECONDS, Terms
 from ..layout import Bucket, Rule, Table
 from ..outer import Outer, OuterSGD
 from ..wire import Chunks, Code
@@ -76,7 +76,6 @@ class NativeBackend:
         milliseconds = 0 if terms.timeout is None else int(terms.timeout.total_seconds() * 1000)
         return self._extension.average(
             buckets,
-            SLOTS,
             group,
             terms.contributes,
             terms.divisor,

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ..collectives import SLOTS, Terms, abandon, all_reduce, wait
+from ..collectives import Terms, abandon, all_reduce, wait
 from ..layout import Bucket, Rule, Table
 from ..outer import Outer
 from ..report import span
@@ -22,6 +22,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 class _Bucket(Protocol):
     """The way of a bucket through one averaging, in calls that follow each other when the collective before has ended."""
+
+    slot: int  # address of its staging buffer
 
     def start(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
         """Pack, and start the first collective."""
@@ -59,31 +61,31 @@ class ReferenceBackend:
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
         """Bucket k is packed while k - 1 travels and k - 2 is copied back."""
-        flying: deque[tuple[int, _Bucket, dist.Work, bool]] = deque()  # the last: whether that was its first collective
+        flying: deque[tuple[_Bucket, dist.Work, bool]] = deque()  # the last: whether that was its first collective
         pairs: list[Pair] = []
 
         def land() -> None:
-            index, bucket, work, first = flying[0]
+            bucket, work, first = flying[0]
             with span("exchange"):
                 wait(work, terms.watch)
             flying.popleft()
             with span("apply"):
                 if first and (more := bucket.advance(group, terms)) is not None:
-                    flying.append((index, bucket, more, False))
+                    flying.append((bucket, more, False))
                 elif (pair := bucket.finish(group, terms)) is not None:
                     pairs.append(pair)
 
         try:
-            for index, bucket in enumerate(cast("Sequence[_Bucket]", buckets)):
-                # The slot that this bucket is about to use is free once the bucket SLOTS before it has been copied back.
-                while any(other == index - SLOTS for other, *_ in flying):
+            for bucket in cast("Sequence[_Bucket]", buckets):
+                # Its staging buffer is free once the bucket that was in there has been copied back.
+                while any(other.slot == bucket.slot for other, *_ in flying):
                     land()
                 with span("pack"):
-                    flying.append((index, bucket, bucket.start(group, terms), True))
+                    flying.append((bucket, bucket.start(group, terms), True))
             while flying:
                 land()
         except BaseException:
-            for _, _, work, _ in flying:
+            for _, work, _ in flying:
                 abandon(work)
             raise
         device = pairs[0][0].device if pairs else torch.device("cpu")
@@ -104,7 +106,7 @@ class ReferenceBucket:
         self, table: Table, bucket: Bucket, flats: Sequence[torch.Tensor], staging: torch.Tensor, scratch: torch.Tensor
     ) -> None:
         assert isinstance(table.wire, torch.dtype)
-        self.follow = table.rule is Rule.FOLLOW
+        self.follow, self.slot = table.rule is Rule.FOLLOW, staging.data_ptr()
         self.buffer = staging[: bucket.numel * table.wire.itemsize].view(table.wire)
         sizes = [segment.numel for segment in bucket.segments]
         self._tensors = [_slice(flats[s.tensor], s.start, s.numel) for s in bucket.segments]

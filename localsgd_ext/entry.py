@@ -1,0 +1,44 @@
+"""The entry of a block: ranks make sure that they hold the same tensors, options and weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from . import agreement
+from .averager import Averager
+from .binding import Mode
+from .control import Control
+from .items import Item
+from .layout import Rule
+from .models import PARAMETER_FATES
+
+
+def agree(
+    control: Control,
+    averager: Averager,
+    described: Sequence[tuple[str, str, torch.Tensor]],
+    options: Mapping[str, object],
+    step: int,
+    equal: bool,
+) -> None:
+    """described: see `Selection`. equal: whether weights have to be alike, too; where they are not, all ranks take the first one's. Raises
+    LayoutMismatchError."""
+    parameters = [tensor for _, fate, tensor in described if fate in PARAMETER_FATES]
+    lines = agreement.describe(options, described)
+    differing = control.enter(lines, agreement.checksums(parameters) if equal else [], step)
+    if not differing:
+        return
+    ranks = control.global_ranks
+    warnings.warn(
+        f"the weights of {agreement.name_ranks([ranks[each] for each in differing])} differ from rank {ranks[0]}'s; all ranks start from "
+        f"rank {ranks[0]}'s (a model without DDP has to be seeded alike, or loaded, on every rank)",
+        stacklevel=6,
+    )
+    with control.blaming():
+        averager.average(
+            [Item(name, tensor, Rule.FOLLOW, is_parameter=False) for name, _, tensor in described],
+            step=0, round=0, interval=0, mode=Mode.VALUES, watch=control.watch(), timeout=control.timeout,
+        ).result(control.watch())  # fmt: skip
