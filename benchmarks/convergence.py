@@ -2,6 +2,7 @@
 
     python -m benchmarks.convergence [--ranks 2 4] [--seeds 3] [--steps N] [--variants float32 int8 int4] [--local-sgd-steps 16] [--json FILE]
     python -m benchmarks.convergence --ranks 4 --variants ddp local-8 local-32 slowmo-32 diloco-32 diloco-128 qsr
+    python -m benchmarks.convergence --ranks 2 --variants local-8 overlap-8 int8-8 fragments-8
 
 Processes on this machine over Gloo on the loopback interface. Held-out loss is of the final model, nats per byte; a seed decides the initial weights
 and the order of the data. "vs" is the relative difference to the first variant's run with the same seed: mean, and worst. MB are what one rank sent, the
@@ -97,6 +98,10 @@ VARIANTS: dict[str, Variant] = {
     "slowmo-32": local(32, outer=SlowMo()),
     "diloco-32": local(32, outer=DiLoCo()),
     "diloco-128": local(128, outer=DiLoCo()),
+    "local-128": local(128),
+    "overlap-8": local(8, overlap_steps=4),
+    "int8-8": local(8, wire="int8"),
+    "fragments-8": local(8, overlap_steps=1, fragments=4, wire="int8"),
     # Rounds of 4 at the peak of the learning rate, and longer ones as that falls.
     "qsr": lambda model, optimizer, _: OurLocalSGD(None, model, QSR(optimizer, base=4, alpha=2 * LEARNING_RATE)),
 }

@@ -70,6 +70,19 @@ class Hosts:
         """Start `command` once on each host, with the variables from which torch.distributed knows its place."""
         return [self._start(host, command, options) for host in range(self.count)]
 
+    def run(self, command: Sequence[str]) -> str:
+        """Run `command` on every host to its end, and give what host 0 printed. Raises SystemExit if one fails."""
+        processes = self.launch(command, stdout=subprocess.PIPE)
+        try:
+            printed = [process.communicate()[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed := {host: process.returncode for host, process in enumerate(processes) if process.returncode}:
+            raise SystemExit(f"hosts failed (exit status of each: {failed}); their errors are above")
+        return printed[0]
+
     def unplug(self, host: int) -> None:
         """From now on nothing arrives there or leaves: no error, just silence."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -116,16 +115,8 @@ def measure(count: int, mbit: float, name: str, rounds: int) -> dict[str, dict[s
     """A row of figures for each method, between `count` hosts."""
     command = [sys.executable, "-c", f"from benchmarks.wires import average_all; average_all({name!r}, {rounds})"]
     with Hosts(count, mbit) as hosts:
-        processes = hosts.launch(command, stdout=subprocess.PIPE)
-        try:
-            printed = [process.communicate()[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if failed := {host: process.returncode for host, process in enumerate(processes) if process.returncode}:
-        raise SystemExit(f"hosts failed (exit status of each: {failed}); their errors are above")
-    figures = json.loads(printed[0].splitlines()[-1])
+        printed = hosts.run(command)
+    figures = json.loads(printed.splitlines()[-1])
     theirs = statistics.median(figures[ACCELERATE]["seconds"])
     plain = statistics.median(figures["float32"]["sent"])
     rows = {}

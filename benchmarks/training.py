@@ -1,0 +1,187 @@
+"""Training throughput between hosts on slow links, as a share of the same training without any communication; interleaved in one run.
+
+    python -m benchmarks.training [--mbit 100] [--rounds 5] [--batch 6] [--json FILE] [--plot FILE.png]
+
+Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`) train the demo's GPT on real text,
+averaging every 8 steps where they do. Each contestant has a model of its own and trains 16 steps in its turn, in which there are two averagings; times are
+of the slowest host, shares are medians over the turns, each relative to the turn without communication of the same round. At 100 Mbit/s and with
+six windows a step, one float32 averaging takes about as long as four steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from localsgd_ext import LocalSGD
+from localsgd_ext.cli.demo_training import CONTEXT, GPT, LEARNING_RATE, SEED, Windows, loss_function, read_text
+
+from .hosts import Hosts, why_not
+from .wires import machine
+
+INTERVAL = 8
+WARM_UP = 7
+"""Steps before the first turn: a turn begins and ends where nothing is under way."""
+STEPS = 2 * INTERVAL
+
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, int8": {"wire": "int8"},
+    "ours, overlap": {"overlap_steps": 4},
+    "ours, overlap, 4 fragments, int8": {"overlap_steps": 1, "fragments": 4, "wire": "int8"},
+}
+ALONE = "no communication"
+CONTESTANTS = (ALONE, "DDP", "Accelerate's LocalSGD", *OURS)
+
+
+class Contestant:
+    """A model of its own and the way to keep the hosts' copies together."""
+
+    def __init__(self, name: str, text: torch.Tensor, batch: int) -> None:
+        torch.manual_seed(SEED)
+        self._model = DistributedDataParallel(GPT())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self._windows = Windows(text, 100_000, SEED + dist.get_rank())
+        self._batch, self._next = batch, 0
+        self._after: Callable[[], object] = lambda: None
+        # No block is ever left: that would average once more.
+        if name in OURS:
+            local_sgd = LocalSGD(None, self._model, INTERVAL, **OURS[name])
+            local_sgd.__enter__()
+            self._after = local_sgd.step
+        elif name == "Accelerate's LocalSGD":
+            from accelerate import Accelerator
+            from accelerate.local_sgd import LocalSGD as AccelerateLocalSGD
+
+            theirs = AccelerateLocalSGD(Accelerator(cpu=True), self._model, INTERVAL)
+            theirs.__enter__()
+            self._after = theirs.step
+        elif name == ALONE:
+            self._keep = contextlib.ExitStack()
+            self._keep.enter_context(self._model.no_sync())
+
+    def train(self, steps: int) -> float:
+        """Seconds of the slowest host."""
+        batches = [self._windows[self._next + i] for i in range(steps * self._batch)]
+        self._next += len(batches)
+        dist.barrier()
+        begun = time.perf_counter()
+        for step in range(steps):
+            inputs, targets = (torch.stack(each) for each in zip(*batches[step * self._batch :][: self._batch], strict=True))
+            loss_function(self._model(inputs), targets).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._after()
+        slowest = torch.tensor(time.perf_counter() - begun)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+
+def train_all(rounds: int, batch: int) -> None:
+    """What every host runs: each contestant in turn. Host 0 prints the seconds of every turn as JSON."""
+    torch.set_num_threads(1)
+    # A host has one core, for training and sending: threads made from here on stay there, too.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    dist.init_process_group("gloo")
+    text, _ = read_text()
+    contestants = {name: Contestant(name, text, batch) for name in CONTESTANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for contestant in contestants.values():
+        contestant.train(WARM_UP)
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            seconds[name].append(contestant.train(STEPS))
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds), flush=True)
+    dist.barrier()
+    # As the demo's ranks end: in the interpreter's shutdown one of Gloo's threads can abort the process, which would cost these figures.
+    os._exit(0)
+
+
+def measure(mbit: float, rounds: int, batch: int) -> dict[str, dict[str, Any]]:
+    """A row of figures for each contestant."""
+    command = [sys.executable, "-c", f"from benchmarks.training import train_all; train_all({rounds}, {batch})"]
+    with Hosts(2, mbit) as hosts:
+        printed = hosts.run(command)
+    seconds = json.loads(printed.splitlines()[-1])
+    tokens = 2 * STEPS * batch * CONTEXT
+    rows = {}
+    for name, taken in seconds.items():
+        shares = [alone / own for alone, own in zip(seconds[ALONE], taken, strict=True)]
+        rows[name] = {
+            "tokens_per_second": tokens / statistics.median(taken), "share": statistics.median(shares), "min": min(shares),
+            "max": max(shares),
+        }  # fmt: skip
+    return rows
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Bars of the shares, one group for each rate. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 2.6 * len(result["mbit"])), nrows=len(result["mbit"]), squeeze=False)
+    for ax, (mbit, rows) in zip(axes[:, 0], result["mbit"].items(), strict=True):
+        names = [name for name in rows if name != ALONE][::-1]
+        shares = [100 * rows[name]["share"] for name in names]
+        errors = [
+            [100 * (rows[n]["share"] - rows[n]["min"]) for n in names],
+            [100 * (rows[n]["max"] - rows[n]["share"]) for n in names],
+        ]
+        bars = ax.barh(
+            names, shares, xerr=errors, color=["tab:blue" if name in OURS else "tab:gray" for name in names], ecolor="0.4"
+        )
+        ax.bar_label(bars, fmt="%.0f %%", label_type="center", color="white")
+        ax.set_xlim(0, 125)
+        ax.set_xlabel(f"tokens/s as a share of training without communication, %; 2 hosts, {mbit} Mbit/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100], help="rates of each host's link, both ways")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=6, help="windows per host and step (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--plot", type=Path, help="draw them (needs matplotlib)")
+    options = parser.parse_args()
+    if (reason := why_not()) is not None:
+        raise SystemExit(reason)
+
+    result: dict[str, Any] = {
+        **machine(), "hosts": 2, "rounds": options.rounds, "batch": options.batch, "interval": INTERVAL, "mbit": {},
+    }  # fmt: skip
+    for mbit in options.mbit:
+        print(f"\nthe demo's GPT, 2 hosts, {mbit:g} Mbit/s, averaging every {INTERVAL} steps", flush=True)
+        print(f"  {'':34}{'tokens/s':>9}{'share':>9}{'min':>8}{'max':>8}", flush=True)
+        rows = measure(mbit, options.rounds, options.batch)
+        for name, row in rows.items():
+            print(
+                f"  {name:34}{row['tokens_per_second']:>9.0f}{row['share']:>9.1%}{row['min']:>8.1%}{row['max']:>8.1%}",
+                flush=True,
+            )
+        result["mbit"][f"{mbit:g}"] = rows
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()
