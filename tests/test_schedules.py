@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from localsgd_ext import QSR, DriftTarget, Every, LocalSGD, Warmup
-from localsgd_ext.schedules import LONGEST
+from localsgd_ext.schedules import LONGEST, fragments_due, lasting
 
 from .ranks import run_ranks
 from .tensors import bits, values
@@ -178,6 +178,20 @@ def test_a_drift_target_keeps_to_its_limits() -> None:
 def test_wrong_schedules_say_so_at_once(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         make()
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("interval", [1, 2, 7, 8, 10, 31])
+def test_fragments_are_due_once_in_a_round_and_evenly(interval: int, fragments: int) -> None:
+    due = [fragments_due(interval, phase, fragments) for phase in range(1, interval + 1)]
+    for fragment in range(fragments):
+        assert [phase for phase, parts in enumerate(due, 1) if parts >> fragment & 1] == [
+            math.ceil((fragment + 1) * interval / fragments)
+        ]
+    assert fragments_due(0, 1, fragments) == (1 << fragments) - 1, "synchronous steps are of all"
+    assert lasting(interval, 0, fragments) == interval
+    assert lasting(interval, 3, fragments) >= max(interval, 4, 3 * fragments)
+    assert lasting(0, 3, fragments) == 0
 
 
 def test_schedules_compose() -> None:
