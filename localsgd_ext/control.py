@@ -158,6 +158,10 @@ class Control:
     def check_all_here(self) -> None:
         """Raise PeerError if a rank left right after the handshake: before an averaging that would wait for it."""
         if self._mesh is not None and self._mesh.gone:
+            try:
+                self._mesh.peek()  # what was announced tells more
+            except Urgent as urgent:
+                self._raise_announced(urgent)
             raise self._gone(self._mesh.gone)
 
     def watch(self) -> Watch:

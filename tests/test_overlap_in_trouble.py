@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -238,6 +239,55 @@ def test_a_rank_that_fails_while_something_is_under_way(how: str, world_size: in
     for rank in {0, 2} & set(range(world_size)):
         assert "PeerError" in results[rank]
         assert "rank 1" in results[rank]
+
+
+class Impatience(Exception):
+    """What a signal's handler raises, as Ctrl-C does."""
+
+
+def _interrupted(rank: int) -> tuple[str, list[str]]:
+    model = parameters(*SIZES)
+    try:
+        with LocalSGD(None, model, 4, overlap_steps=1) as local_sgd:
+            for step in range(8):
+                drift(model, rank, step)
+                if rank == 1 and step == 3:
+                    time.sleep(3)  # the other one waits for what it has taken
+                if rank == 0 and step == 4:
+
+                    def give_up(*_: object) -> None:
+                        raise Impatience
+
+                    signal.signal(signal.SIGALRM, give_up)
+                    signal.setitimer(signal.ITIMER_REAL, 0.5)
+                local_sgd.step()
+    except (Impatience, PeerError) as error:
+        return f"{type(error).__name__} {error}", [thread.name for thread in threading.enumerate()]
+    return "no error", []
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_for_what_is_under_way() -> None:
+    (own, threads), (other, _) = run_ranks(_interrupted, 2, limit=40)
+    assert own.startswith("Impatience")
+    assert other.startswith("PeerError rank 0 failed: Impatience")
+    assert "localsgd_ext" not in threads, "its thread has ended"
+
+
+def _blocks(rank: int) -> list[int]:
+    model = parameters(*SIZES)
+    counts = []
+    for _ in range(4):
+        with LocalSGD(None, model, 4, overlap_steps=2) as local_sgd:
+            for step in range(9):
+                drift(model, rank, step)
+                local_sgd.step()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_process_groups_are_used_again() -> None:
+    for counts in run_ranks(_blocks, 2):
+        assert set(counts) == {2}
 
 
 def _nonfinite(rank: int) -> bytes:
