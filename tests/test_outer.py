@@ -76,11 +76,14 @@ def _fifty_rounds(rank: int, name: str, wire: str) -> tuple[float, bytes, bytes]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("wire", "bound"), [("parameter", 2e-5), ("int8", 3e-4)])
+@pytest.mark.parametrize(("wire", "bound"), [("parameter", 1e-5), ("int8", 3e-4)])
 @pytest.mark.parametrize("name", OUTERS)
 @pytest.mark.usefixtures("engine")
 def test_fifty_rounds_follow_the_formula(name: str, wire: str, bound: float, world_size: int) -> None:
-    # A float32 mean is off by up to half a step of a weight, 1.2e-7 here, in each round; momentum makes that up to ten times as much.
+    if name in ("DiLoCo", "callable SGD") and wire == "parameter":
+        # A float32 mean is off by up to half a step of a weight, 1.2e-7 here, in each of 50 rounds, and a momentum of 0.9 with lr 0.7
+        # makes seven times that of it: 4.2e-5, were all of one sign.
+        bound = 2e-5
     if name == "callable AdamW":
         bound *= 20  # a step of 1e-3 whatever the size of the progress, so that what rounding changes counts for more
     results = run_ranks(_fifty_rounds, world_size, name, wire, limit=120)
