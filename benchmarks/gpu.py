@@ -27,9 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from localsgd_ext.averager import Averager, Item, resolve_group
+from localsgd_ext.averager import Averager, Item
 from localsgd_ext.backends import BoundBucket
 from localsgd_ext.binding import Mode
+from localsgd_ext.replicas import resolve_group
 
 from .shapes import SETS
 

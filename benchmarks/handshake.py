@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from localsgd_ext.control import Call, Control, News, Standing
+from localsgd_ext.control import Control
+from localsgd_ext.standing import Call, News, Standing
 
 from .averaging import spawn, start
 
@@ -27,7 +28,7 @@ from .averaging import spawn, start
 def measure(rank: int, ranks: int, folder: str, rounds: int, out: Any) -> None:
     start(rank, ranks, folder)
     control = Control(dist.group.WORLD, None)
-    control.enter(["option: none"], [], 0)
+    control.enter(["option: none"], [], [], 0)
     own = Standing(Call.STEP, News.WEIGHTS, -1, 8, 8, 0)
     contestants = {"barrier": dist.barrier, "handshake": lambda: control.meet(own)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}

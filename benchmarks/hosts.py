@@ -3,6 +3,9 @@
 with Hosts(2, mbit=100) as hosts:
     processes = hosts.launch([sys.executable, "train.py"])   # one process per host, as torchrun would start them
     hosts.unplug(1); hosts.plug_in(1); hosts.sent_bytes(1)
+
+With per_host=2 there are two of them on each. These talk to each other by their host's address, too, but what is for the host itself never reaches
+its link: it is neither slowed down nor counted.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """count: how many. mbit: rate of each host's link, in each direction; None for as fast as it goes."""
+    """count: how many. mbit: rate of each host's link, in each direction; None for as fast as it goes. per_host: processes on each."""
 
-    def __init__(self, count: int, mbit: float | None = None) -> None:
+    def __init__(self, count: int, mbit: float | None = None, per_host: int = 1) -> None:
         self.count = count
+        self.per_host = per_host
         self._mbit = mbit
         self._names = [f"lsgd{os.getpid()}h{host}" for host in range(count)]
         self._switch = f"lsgd{os.getpid()}s"
@@ -67,11 +71,11 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
     def launch(self, command: Sequence[str], **options: object) -> list[subprocess.Popen[str]]:
-        """Start `command` once on each host, with the variables from which torch.distributed knows its place."""
-        return [self._start(host, command, options) for host in range(self.count)]
+        """Start `command` `per_host` times on each host, with the variables from which torch.distributed knows its place: in order of rank."""
+        return [self._start(rank, command, options) for rank in range(self.count * self.per_host)]
 
     def run(self, command: Sequence[str]) -> str:
-        """Run `command` on every host to its end, and give what host 0 printed. Raises SystemExit if one fails."""
+        """Run `command` on every host to its end, and give what rank 0 printed. Raises SystemExit if one fails."""
         processes = self.launch(command, stdout=subprocess.PIPE)
         try:
             printed = [process.communicate()[0] for process in processes]
@@ -79,8 +83,8 @@ class Hosts:
             for process in processes:
                 process.kill()
                 process.wait()
-        if failed := {host: process.returncode for host, process in enumerate(processes) if process.returncode}:
-            raise SystemExit(f"hosts failed (exit status of each: {failed}); their errors are above")
+        if failed := {rank: process.returncode for rank, process in enumerate(processes) if process.returncode}:
+            raise SystemExit(f"ranks failed (exit status of each: {failed}); their errors are above")
         return printed[0]
 
     def unplug(self, host: int) -> None:
@@ -105,9 +109,11 @@ class Hosts:
             shape = ["tbf", "rate", f"{self._mbit}mbit", "burst", str(burst), "latency", "100ms"]
             subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape], check=True)
 
-    def _start(self, host: int, command: Sequence[str], options: dict[str, object]) -> subprocess.Popen[str]:
+    def _start(self, rank: int, command: Sequence[str], options: dict[str, object]) -> subprocess.Popen[str]:
+        host, local_rank = divmod(rank, self.per_host)
         variables = {
-            "RANK": str(host), "WORLD_SIZE": str(self.count), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+            "RANK": str(rank), "WORLD_SIZE": str(self.count * self.per_host),
+            "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.per_host), "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": self.address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0", "ACCELERATE_USE_CPU": "true",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip

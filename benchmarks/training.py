@@ -1,11 +1,16 @@
 """Training throughput between hosts on slow links, as a share of the same training without any communication; interleaved in one run.
 
-    python -m benchmarks.training [--mbit 100] [--rounds 5] [--batch 6] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.training [--per-host 1] [--mbit 100] [--rounds 5] [--batch 6] [--json FILE] [--plot FILE.png]
 
 Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`) train the demo's GPT on real text,
 averaging every 8 steps where they do. Each contestant has a model of its own and trains 16 steps in its turn, in which there are two averagings; times are
 of the slowest host, shares are medians over the turns, each relative to the turn without communication of the same round. At 100 Mbit/s and with
 six windows a step, one float32 averaging takes about as long as four steps.
+
+With --per-host 2 there are two levels: each host has two processes, which share its core and its link, and DDP keeps them together at every step,
+within the host; ours averages between the hosts, each process with the one of the same local rank elsewhere. This is measured against DDP over all
+processes, and shares are relative to DDP inside each host with nothing between the hosts. Every process averages all of the model, so that twice as
+much goes over a link, but a host's step takes twice as long as well: one float32 averaging is about four steps again.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import LocalSGD
+from localsgd_ext import LocalSGD, host_groups
 from localsgd_ext.cli.demo_training import CONTEXT, GPT, LEARNING_RATE, SEED, Windows, loss_function, read_text
 
 from .hosts import Hosts, why_not
@@ -45,20 +50,37 @@ OURS: dict[str, dict[str, Any]] = {
 ALONE = "no communication"
 CONTESTANTS = (ALONE, "DDP", "Accelerate's LocalSGD", *OURS)
 
+OURS_BETWEEN: dict[str, dict[str, Any]] = {
+    "ours between hosts": {},
+    "ours between hosts, int8": {"wire": "int8"},
+    "ours between hosts, overlap, 4 fragments, int8": {"overlap_steps": 1, "fragments": 4, "wire": "int8"},
+}
+INSIDE = "DDP inside each host"
+TWO_LEVELS = (INSIDE, "DDP", *OURS_BETWEEN)
+
+
+def names(per_host: int) -> tuple[str, ...]:
+    """Who takes part with so many processes on each host. The others' shares are relative to the first."""
+    return CONTESTANTS if per_host == 1 else TWO_LEVELS
+
 
 class Contestant:
-    """A model of its own and the way to keep the hosts' copies together."""
+    """A model of its own and the way to keep the hosts' copies together. groups: of two levels, inside a host and between hosts."""
 
-    def __init__(self, name: str, text: torch.Tensor, batch: int) -> None:
+    def __init__(
+        self, name: str, text: torch.Tensor, batch: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    ) -> None:
+        # Of the same weights on all hosts: DDP sees to that inside its group only.
         torch.manual_seed(SEED)
-        self._model = DistributedDataParallel(GPT())
+        inside, between = groups if groups is not None and name != "DDP" else (None, None)
+        self._model = DistributedDataParallel(GPT(), process_group=inside)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
         self._windows = Windows(text, 100_000, SEED + dist.get_rank())
         self._batch, self._next = batch, 0
         self._after: Callable[[], object] = lambda: None
         # No block is ever left: that would average once more.
-        if name in OURS:
-            local_sgd = LocalSGD(None, self._model, INTERVAL, **OURS[name])
+        if (ours := OURS.get(name, OURS_BETWEEN.get(name))) is not None:
+            local_sgd = LocalSGD(None, self._model, INTERVAL, process_group=between, **ours)
             local_sgd.__enter__()
             self._after = local_sgd.step
         elif name == "Accelerate's LocalSGD":
@@ -90,14 +112,16 @@ class Contestant:
 
 
 def train_all(rounds: int, batch: int) -> None:
-    """What every host runs: each contestant in turn. Host 0 prints the seconds of every turn as JSON."""
+    """What every process runs: each contestant in turn. Rank 0 prints the seconds of every turn as JSON."""
     torch.set_num_threads(1)
-    # A host has one core, for training and sending: threads made from here on stay there, too.
+    # A host has one core, for training and sending, and all its processes share it: threads made from here on stay there, too.
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) // per_host % len(cores)]})
     dist.init_process_group("gloo")
+    groups = host_groups() if per_host > 1 else None
     text, _ = read_text()
-    contestants = {name: Contestant(name, text, batch) for name in CONTESTANTS}
+    contestants = {name: Contestant(name, text, batch, groups) for name in names(per_host)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for contestant in contestants.values():
         contestant.train(WARM_UP)
@@ -111,16 +135,16 @@ def train_all(rounds: int, batch: int) -> None:
     os._exit(0)
 
 
-def measure(mbit: float, rounds: int, batch: int) -> dict[str, dict[str, Any]]:
+def measure(mbit: float, rounds: int, batch: int, per_host: int) -> dict[str, dict[str, Any]]:
     """A row of figures for each contestant."""
     command = [sys.executable, "-c", f"from benchmarks.training import train_all; train_all({rounds}, {batch})"]
-    with Hosts(2, mbit) as hosts:
+    with Hosts(2, mbit, per_host) as hosts:
         printed = hosts.run(command)
     seconds = json.loads(printed.splitlines()[-1])
-    tokens = 2 * STEPS * batch * CONTEXT
+    tokens = 2 * per_host * STEPS * batch * CONTEXT
     rows = {}
     for name, taken in seconds.items():
-        shares = [alone / own for alone, own in zip(seconds[ALONE], taken, strict=True)]
+        shares = [alone / own for alone, own in zip(seconds[names(per_host)[0]], taken, strict=True)]
         rows[name] = {
             "tokens_per_second": tokens / statistics.median(taken), "share": statistics.median(shares), "min": min(shares),
             "max": max(shares),
@@ -135,29 +159,34 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    per_host = result["per_host"]
+    reference, hosts = "training without communication", "2 hosts"
+    if per_host > 1:
+        reference, hosts = INSIDE, f"2 hosts of {per_host} processes"
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 2.6 * len(result["mbit"])), nrows=len(result["mbit"]), squeeze=False)
     for ax, (mbit, rows) in zip(axes[:, 0], result["mbit"].items(), strict=True):
-        names = [name for name in rows if name != ALONE][::-1]
-        shares = [100 * rows[name]["share"] for name in names]
+        shown = names(per_host)[:0:-1]
+        shares = [100 * rows[name]["share"] for name in shown]
         errors = [
-            [100 * (rows[n]["share"] - rows[n]["min"]) for n in names],
-            [100 * (rows[n]["max"] - rows[n]["share"]) for n in names],
+            [100 * (rows[n]["share"] - rows[n]["min"]) for n in shown],
+            [100 * (rows[n]["max"] - rows[n]["share"]) for n in shown],
         ]
-        bars = ax.barh(
-            names, shares, xerr=errors, color=["tab:blue" if name in OURS else "tab:gray" for name in names], ecolor="0.4"
-        )
+        colors = ["tab:blue" if name.startswith("ours") else "tab:gray" for name in shown]
+        # A long name is two lines, so that it leaves room for the bars.
+        bars = ax.barh([name.replace("hosts, ", "hosts,\n") for name in shown], shares, xerr=errors, color=colors, ecolor="0.4")
         ax.bar_label(bars, fmt="%.0f %%", label_type="center", color="white")
         ax.set_xlim(0, 125)
-        ax.set_xlabel(f"tokens/s as a share of training without communication, %; 2 hosts, {mbit} Mbit/s")
+        ax.set_xlabel(f"tokens/s as a share of {reference}, %; {hosts}, {mbit} Mbit/s")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--per-host", type=int, default=1, help="processes on each host; more than one: two levels")
     parser.add_argument("--mbit", type=float, nargs="+", default=[100], help="rates of each host's link, both ways")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=6, help="windows per host and step (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=6, help="windows per process and step (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--plot", type=Path, help="draw them (needs matplotlib)")
     options = parser.parse_args()
@@ -165,15 +194,18 @@ def main() -> None:
         raise SystemExit(reason)
 
     result: dict[str, Any] = {
-        **machine(), "hosts": 2, "rounds": options.rounds, "batch": options.batch, "interval": INTERVAL, "mbit": {},
+        **machine(), "hosts": 2, "per_host": options.per_host, "rounds": options.rounds, "batch": options.batch,
+        "interval": INTERVAL, "mbit": {},
     }  # fmt: skip
+    width = 2 + max(map(len, names(options.per_host)))
     for mbit in options.mbit:
-        print(f"\nthe demo's GPT, 2 hosts, {mbit:g} Mbit/s, averaging every {INTERVAL} steps", flush=True)
-        print(f"  {'':34}{'tokens/s':>9}{'share':>9}{'min':>8}{'max':>8}", flush=True)
-        rows = measure(mbit, options.rounds, options.batch)
+        hosts = f"2 hosts of {options.per_host} processes" if options.per_host > 1 else "2 hosts"
+        print(f"\nthe demo's GPT, {hosts}, {mbit:g} Mbit/s, averaging every {INTERVAL} steps", flush=True)
+        print(f"  {'':{width}}{'tokens/s':>9}{'share':>9}{'min':>8}{'max':>8}", flush=True)
+        rows = measure(mbit, options.rounds, options.batch, options.per_host)
         for name, row in rows.items():
             print(
-                f"  {name:34}{row['tokens_per_second']:>9.0f}{row['share']:>9.1%}{row['min']:>8.1%}{row['max']:>8.1%}",
+                f"  {name:{width}}{row['tokens_per_second']:>9.0f}{row['share']:>9.1%}{row['min']:>8.1%}{row['max']:>8.1%}",
                 flush=True,
             )
         result["mbit"][f"{mbit:g}"] = rows

@@ -5,6 +5,7 @@ from .averager import average_parameters
 from .errors import LayoutMismatchError, LocalSGDError, NonFiniteError, PeerError, PeerTimeoutError
 from .local_sgd import LocalSGD
 from .outer import DiLoCo, OuterSGD, SlowMo
+from .replicas import host_groups
 from .report import SyncReport
 from .schedules import QSR, DriftTarget, Every, Warmup
 
@@ -25,4 +26,5 @@ __all__ = [
     "Warmup",
     "__version__",
     "average_parameters",
+    "host_groups",
 ]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .backends import State
+from .dtensors import is_spread, local_part, place_of, spread_as
 from .items import Item
-from .layout import Table, fragment_ends
+from .layout import Table, fragment_ends, is_dense
 from .outer import Outer, OuterSGD, make_optimizer
 from .wire import lossless, wide_dtype
 
@@ -22,11 +24,11 @@ class _Identity:
     """Of a tensor, without keeping it alive. An address alone may be that of a tensor that is no more, and tensors compare by element."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._hash = weakref.ref(tensor), id(tensor)
+        self.tensor, self._hash = weakref.ref(tensor), id(tensor)
 
     def __eq__(self, other: object) -> bool:
-        tensor = self._tensor()
-        return isinstance(other, _Identity) and tensor is not None and tensor is other._tensor()
+        tensor = self.tensor()
+        return isinstance(other, _Identity) and tensor is not None and tensor is other.tensor()
 
     def __hash__(self) -> int:
         return self._hash
@@ -40,6 +42,16 @@ class Entry(NamedTuple):
     name: str
     stride: tuple[int, ...]  # the order in which its elements lie
     tensor: _Identity
+    shape: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """What distinguishes a table from others, and the tensors in it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    holders: tuple[int, ...]
+    entries: tuple[Entry, ...]
 
 
 class Anchors:
@@ -58,16 +70,16 @@ class Anchors:
         device: torch.device | None,
         fragments: int = 1,
     ) -> None:
-        self._tables = [(table.device, table.dtype, _entries(table, items)) for table in tables]
+        self._tables = _places(tables, items)
         self._outer = outer
         self._home = device
         self._optimizer: torch.optim.Optimizer | None = None
         self.agreed = False
         self.is_lossy = any(table.wire is not lossless(table.dtype) for table in tables)
         has_momentum = outer.momentum > 0 if isinstance(outer, OuterSGD) else outer is not None
-        self.anchor = [self._new(*each) for each in self._tables]
-        self.residual = [self._new(*each) for each in self._tables] if self.is_lossy else []
-        self.momentum = [self._new(*each) for each in self._tables] if has_momentum else []
+        self.anchor = list(map(self._new, self._tables))
+        self.residual = list(map(self._new, self._tables)) if self.is_lossy else []
+        self.momentum = list(map(self._new, self._tables)) if has_momentum else []
         # What an optimizer of torch's is made for: the part of each fragment alone, so that it can step one of them.
         self._parts = [
             (fragment, self.anchor[number][begin:end], self.momentum[number][begin:end] if self.momentum else None)
@@ -90,7 +102,7 @@ class Anchors:
         was known of the tensors that stay."""
         if earlier is None:
             return cls(tables, items, outer, device, fragments)
-        if earlier._tables == [(table.device, table.dtype, _entries(table, items)) for table in tables]:
+        if earlier._tables == _places(tables, items):
             return earlier
         made = cls(tables, items, outer, device, fragments)
         if earlier._optimizer is not None:
@@ -114,16 +126,16 @@ class Anchors:
     def _places(self) -> list[tuple[tuple[int, slice], Entry]]:
         """For each tensor its table and its part of that."""
         places = []
-        for number, (_, _, entries) in enumerate(self._tables):
+        for number, table in enumerate(self._tables):
             begin = 0
-            for entry in entries:
+            for entry in table.entries:
                 places.append(((number, slice(begin, begin + entry.numel)), entry))
                 begin += entry.numel
         return places
 
     def states(self, table: Table) -> list[State]:
         """Of each bucket of a table."""
-        index = [(device, dtype) for device, dtype, _ in self._tables].index((table.device, table.dtype))
+        index = [each[:3] for each in self._tables].index((table.device, table.dtype, table.holders))
         flats = [each[index] if each else None for each in (self.anchor, self.residual, self.momentum)]
         here = flats
         if self.anchor[index].device != table.device:
@@ -169,18 +181,40 @@ class Anchors:
         self._optimizer.step()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging."""
+        """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging. Of DTensors as DTensors."""
         state = {}
         for (number, part), entry in self._places():
-            if self._tables[number][1].itemsize == 2:
-                state[f"anchor.{entry.name}"] = self.anchor[number][part].detach().cpu().clone()
+            if self._tables[number].dtype.itemsize == 2:
+                state[f"anchor.{entry.name}"] = _saved(self.anchor[number][part], entry)
             if isinstance(self._outer, OuterSGD) and self.momentum:
-                state[f"momentum.{entry.name}"] = self.momentum[number][part].cpu().clone()
-        if self._optimizer is not None:
-            for number, (_, anchor, _) in enumerate(self._parts):
-                for key, value in self._optimizer.state[anchor].items():
-                    state[f"outer.{number}.{key}"] = torch.as_tensor(value).cpu().clone()
+                state[f"momentum.{entry.name}"] = _saved(self.momentum[number][part], entry)
+        if not isinstance(self._outer, OuterSGD | None):
+            for number, values in enumerate(self._optimizer_states()):
+                for key, value in values.items():
+                    state[f"{self._prefix(number)}{key}"] = torch.as_tensor(value).cpu().clone()
         return state
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """For each part. NaN before the first step, from which the names and shapes can be had that a checkpoint is read into."""
+        anchors = [anchor for _, anchor, _ in self._parts]
+        if self._optimizer is not None:
+            return [self._optimizer.state[anchor] for anchor in anchors]
+        trials = [torch.zeros_like(anchor) for anchor in anchors]
+        assert self._outer is not None
+        assert not isinstance(self._outer, OuterSGD)
+        optimizer = make_optimizer(self._outer, trials)
+        for trial in trials:
+            trial.grad = torch.zeros_like(trial)
+        optimizer.step()
+        tensors = [{k: torch.as_tensor(v) for k, v in optimizer.state[trial].items()} for trial in trials]
+        return [{k: torch.full_like(v, torch.nan) if v.is_floating_point() else v for k, v in each.items()} for each in tensors]
+
+    def _prefix(self, number: int) -> str:
+        """Of the state of torch's optimizer for a part, which is no part of any one tensor: where other ranks of the replica hold other
+        parts, theirs have other names."""
+        owners = [entry.tensor.tensor() for table in self._tables for entry in table.entries]
+        place = max(map(place_of, owners), key=len, default=())
+        return ".".join(["outer", *map(str, place), str(number), ""])
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -188,12 +222,12 @@ class Anchors:
         missing = []
         for (number, part), entry in self._places():
             anchor = self.anchor[number][part]
-            saved = state.get(f"anchor.{entry.name}")
+            saved = _loaded(state.get(f"anchor.{entry.name}"), entry)
             if saved is not None and saved.shape == anchor.shape:
-                dtype, saved = self._tables[number][1], saved.to(anchor.device)
+                dtype, saved = self._tables[number].dtype, saved.to(anchor.device)
                 anchor.copy_(torch.where(saved.to(dtype) == anchor.to(dtype), saved, anchor))
             if isinstance(self._outer, OuterSGD) and self.momentum:
-                saved = state.get(f"momentum.{entry.name}")
+                saved = _loaded(state.get(f"momentum.{entry.name}"), entry)
                 if saved is not None and saved.shape == anchor.shape:
                     self.momentum[number][part].copy_(saved)
                 else:
@@ -212,8 +246,10 @@ class Anchors:
         assert not isinstance(self._outer, OuterSGD)
         self._optimizer, missing = make_optimizer(self._outer, [anchor for _, anchor, _ in self._parts]), []
         for number, (_, anchor, _) in enumerate(self._parts):
-            prefix = f"outer.{number}."
+            prefix = self._prefix(number)
             found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if any(value.is_floating_point() and value.isnan().all() for value in found.values()):
+                continue  # saved before its first step
             if not found or any(value.dim() and value.shape != anchor.shape for value in found.values()):
                 missing.append(f"part {number}")
                 continue
@@ -235,10 +271,40 @@ class Anchors:
             digest.update(whole.view(torch.uint8).numpy().data)
         return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
-    def _new(self, device: torch.device, dtype: torch.dtype, entries: Sequence[Entry]) -> torch.Tensor:
-        home = self._home or device
-        pinned = home.type == "cpu" and device.type == "cuda"
-        return torch.zeros(sum(entry.numel for entry in entries), dtype=wide_dtype(dtype), device=home, pin_memory=pinned)
+    def _new(self, table: _Place) -> torch.Tensor:
+        home = self._home or table.device
+        pinned = home.type == "cpu" and table.device.type == "cuda"
+        numel = sum(entry.numel for entry in table.entries)
+        return torch.zeros(numel, dtype=wide_dtype(table.dtype), device=home, pin_memory=pinned)
+
+
+def _saved(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+    owner = entry.tensor.tensor()
+    if owner is None or not is_spread(owner):
+        return flat.detach().cpu().clone()
+    shape, stride = list(entry.shape), list(entry.stride)
+    if flat.numel() > math.prod(shape):  # complex numbers, as pairs
+        shape, stride = [*shape, 2], [*(2 * step for step in stride), 1]
+    dense = is_dense(shape, stride)  # else its elements lie in order
+    part = flat.detach().as_strided(shape, stride) if dense else flat.detach().view(shape)
+    return spread_as(owner, part.contiguous().clone())
+
+
+def _loaded(saved: torch.Tensor | None, entry: Entry) -> torch.Tensor | None:
+    """Flat, as it lies."""
+    if saved is None or (saved.dim() == 1 and not is_spread(saved)):
+        return saved
+    part = local_part(saved)
+    shape, stride = list(entry.shape), list(entry.stride)
+    if part.dim() > len(shape):
+        shape, stride = [*shape, 2], [*(2 * step for step in stride), 1]
+    if not is_dense(shape, stride) or list(part.shape) != shape:
+        return part.reshape(-1)
+    return torch.empty_strided(shape, stride, dtype=part.dtype).copy_(part).as_strided((part.numel(),), (1,))
+
+
+def _places(tables: Sequence[Table], items: Sequence[Item]) -> list[_Place]:
+    return [_Place(table.device, table.dtype, table.holders, _entries(table, items)) for table in tables]
 
 
 def _entries(table: Table, items: Sequence[Item]) -> tuple[Entry, ...]:
@@ -247,6 +313,13 @@ def _entries(table: Table, items: Sequence[Item]) -> tuple[Entry, ...]:
         for segment in bucket.segments:
             numels[segment.tensor] = numels.get(segment.tensor, 0) + segment.numel
     return tuple(
-        Entry(index, numel, items[index].name, items[index].tensor.stride(), _Identity(items[index].tensor))
+        Entry(
+            index,
+            numel,
+            items[index].name,
+            items[index].tensor.stride(),
+            _Identity(items[index].identity),
+            tuple(items[index].tensor.shape),
+        )
         for index, numel in numels.items()
     )

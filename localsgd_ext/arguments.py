@@ -7,14 +7,27 @@ from typing import Any
 
 import torch
 
-from .control import MAX_FRAGMENTS
+from .backends import check_backend
+from .decision import NONFINITE
+from .models import BUFFER_POLICIES
 from .schedules import Every
+from .standing import MAX_FRAGMENTS
+from .wire import check_wire
+
+_CHOICES = {
+    "count": ("calls", "optimizer"),
+    "buffers": BUFFER_POLICIES,
+    "nonfinite": NONFINITE,
+}
 
 
-def check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError for a value that is not one of those."""
-    if value not in allowed:
-        raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
+def check_choices(*, wire: Any, backend: Any, **others: Any) -> None:
+    """Raise ValueError for a value that is not one of those allowed for an argument."""
+    for argument, value in others.items():
+        if value not in _CHOICES[argument]:
+            raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(map(repr, _CHOICES[argument]))}")
+    check_wire(wire)
+    check_backend(backend)
 
 
 def check_bucket_mb(bucket_mb: Any) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,14 +16,14 @@ from .backends.reference import ReferenceBackend
 from .background import keep
 from .binding import Binding, Mode
 from .collectives import Terms, Watch, all_reduce
+from .dtensors import is_spread, local_part
 from .errors import LocalSGDError
+from .groups import Groups
 from .items import Item
 from .outer import Outer, OuterSGD
+from .replicas import resolve_group
 from .report import PendingReport, SyncReport
 from .wire import check_wire
-
-_idle_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""By the group that they have the ranks of: process groups of their own that nobody uses now. torch keeps them to the end anyway."""
 
 
 class Averager:
@@ -50,7 +49,7 @@ class Averager:
         fragments: int = 1,
         shadowed: bool = False,
     ) -> None:
-        self.group = self._given_group = group
+        self.groups = Groups(group)
         self.world_size = group.size()
         self.rank = group.rank()
         self._wire = wire
@@ -61,39 +60,9 @@ class Averager:
         self.fragments = fragments
         self.everything = (1 << fragments) - 1
         self._shadowed = shadowed
-        # A wait with a time limit leaves the collective alone on Gloo; others may block for it, or give the collective up.
-        self._can_watch = _is_gloo(group)
         self.bindings: dict[Mode, Binding] = {}
         self.anchors: Anchors | None = None
         self.sums_in_float16 = False  # whether the last averaging did somewhere
-
-    def own_group(self) -> str:
-        """Which process group of its own `use_own_group` will use: all ranks have to come to the same."""
-        idle = _idle_groups.get(self._given_group, [])
-        return idle[-1].group_name if idle else "a new one"
-
-    def use_own_group(self, timeout: timedelta) -> None:
-        """From now on average in a process group of the same ranks and backends that nobody else uses, since averagings in the background would come
-        between others' collectives. To be called by all ranks."""
-        if self.group is not self._given_group:
-            return
-        if idle := _idle_groups.get(self._given_group):
-            self.group = idle.pop()
-            return
-        try:
-            ranks, backend = dist.get_process_group_ranks(self.group), dist.get_backend_config(self.group)
-        except (KeyError, RuntimeError, ValueError):
-            raise LocalSGDError(
-                "overlap_steps needs a process group of its own, and torch.distributed does not know the one it is given"
-            ) from None
-        self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        self._can_watch = _is_gloo(self.group)
-
-    def use_given_group(self, clean: bool) -> None:
-        """clean: the other one can be used again. Else it may hold collectives that never end."""
-        if self.group is not self._given_group and clean:
-            _idle_groups.setdefault(self._given_group, []).append(self.group)
-        self.group = self._given_group
 
     def release(self) -> None:
         """Drop the buffers and every view of the tensors, so that their memory can be freed, and of the anchors what can be had again."""
@@ -108,6 +77,22 @@ class Averager:
             with torch.inference_mode(False), torch.no_grad():
                 binding.read_gaps()
                 self.anchors.set_to(binding.flats)
+
+    def state(self, items: Sequence[Item], loaded: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """What `Anchors.state` gives, outside a block. loaded: what such a state was, and what it is to be when the tensors are bound."""
+        if self._outer is None and not any(item.is_parameter and item.tensor.itemsize == 2 for item in items):
+            return {}  # without making what a wire would take
+        bound = bool(self.bindings)
+        self.bind(items)
+        if self.anchors is None:
+            return {}
+        self.agree()
+        if loaded is not None:
+            self.anchors.load(loaded)
+        state = self.anchors.state()
+        if not bound:
+            self.release()
+        return state
 
     def pour_residual(self, divisor: int) -> None:
         """Put into the tensors what this rank owes to a mean over `divisor` ranks, for their values to carry it."""
@@ -129,7 +114,7 @@ class Averager:
             binding = Binding(
                 items,
                 mode,
-                self.group,
+                self.groups.averaging,
                 self._wire,
                 self._backend,
                 self._bucket_mb,
@@ -169,7 +154,7 @@ class Averager:
         begun = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
             binding = taken or self.bind(items, mode)
-            if not self._can_watch or not binding.on_cpu:
+            if not self.groups.can_watch or not binding.on_cpu:
                 watch = timeout = None
             parts = self.everything if parts is None else parts
             buckets = binding.of(binding.buckets, parts)
@@ -180,7 +165,7 @@ class Averager:
             if taken is None:
                 binding.take(parts)
             try:
-                sums = binding.engine.average(buckets, self.group, terms)
+                sums = binding.engine.average(buckets, self.groups.averaging, terms)
                 if (
                     mode in (Mode.WIRE, Mode.EXACT)
                     and self.anchors is not None
@@ -196,11 +181,15 @@ class Averager:
                 raise
             if taken is None:
                 binding.give(parts, progress=False, root=terms.root)
-            # A total of its own: it goes on travelling while training does.
-            distance_sq = sums[:1].clone() if terms.contributes else torch.zeros_like(sums[:1])
-            mean_sq = sums[1]
-        # Nothing to average (a model without trainable parameters) means no collective at all.
-        work = all_reduce(distance_sq, self.group, timeout) if buckets else None
+            # A total of its own: it goes on travelling while training does. ||mean||^2 is known where this rank holds the whole model.
+            everyone = self.groups.everyone
+            totals = sums[: 1 if everyone is self.groups.averaging else 2].clone()
+            if not terms.contributes:
+                totals[0] = 0
+            if not buckets and items:
+                totals = totals.to(items[0].tensor.device)
+        # Nothing to average (a model without trainable parameters) means no collective at all; unless other ranks of the replica have something.
+        work = all_reduce(totals, everyone, timeout) if buckets or everyone is not self.groups.averaging else None
         seconds = time.perf_counter() - begun
         if mode is not Mode.WIRE:
             self.bindings.pop(mode, None)  # seldom needed
@@ -221,7 +210,7 @@ class Averager:
             terms.divisor,
             binding.engine.name,
         )
-        return PendingReport(report, distance_sq, mean_sq, work, watched=watch is not None, events=events)
+        return PendingReport(report, totals, sums[1], self.world_size, work, watched=watch is not None, events=events)
 
 
 def average_parameters(
@@ -232,7 +221,8 @@ def average_parameters(
 ) -> SyncReport:
     """Replace every tensor by its mean over the ranks of `group` (default: all), in place, and report what it took.
 
-    tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order. wire:
+    tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order; of a DTensor this rank's part is
+    averaged, over `group`, which has to be given then. wire:
     see `LocalSGD`; here there is no anchor, so one that cannot hold the tensors' dtype rounds their values, by at most half a step of
     its code (bfloat16: 2^-9 of a value; float16, int8, int4: about 2^-12, 1/254 and 1/14 of the largest of 256 values that follow
     each other), and above 2 ranks their mean again. backend: "auto", "native" or "torch". Without an initialised process
@@ -249,27 +239,12 @@ def average_parameters(
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors must be torch tensors; tensors[{index}] is a {type(tensor).__name__}")
-    items = [Item(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
+    if group is None and any(map(is_spread, tensors)):
+        raise LocalSGDError(
+            "a DTensor's parts differ between ranks; pass group, the ranks that hold the same part in all replicas"
+        )
+    items = [Item(f"tensors[{index}]", local_part(tensor)) for index, tensor in enumerate(tensors)]
     group = resolve_group(group)
     if group is None or group.size() == 1:
         return SyncReport(0, 1, 0, 0, 0.0, None, 0, 0.0, 1, ReferenceBackend.name)
     return Averager(group, wire, backend, None).average(items, step=0, round=1, interval=0).result()
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except (RuntimeError, AttributeError):  # no backend for CPUs, or a group of the user's own making
-        return False
-
-
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The given group, else the world, else None where torch.distributed is not initialised."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            raise TypeError(f"the process group must be a torch.distributed.ProcessGroup or None; got a {type(group).__name__}")
-        raise LocalSGDError(f"rank {dist.get_rank()} is not a member of the process group it was asked to average over")
-    return group

@@ -6,6 +6,7 @@ import enum
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -111,6 +112,8 @@ class Binding:
                 made, buckets, after = shadows(table, flats)
                 self._shadows += made
                 flats = [after]
+            if table.holders and table.holders[0] != dist.get_rank():  # which counts what they all hold, in the drift
+                buckets = [replace(bucket, drift_numel=0) for bucket in buckets]
             if isinstance(table.wire, Code):
                 self._bind_coded(table, buckets, flats, pools[table.device], None if mode is Mode.FLUSH else outer)
             else:
@@ -270,7 +273,9 @@ def _spec(item: Item, flat: torch.Tensor, mode: Mode, wire: str, outer: Outer | 
         travels = travels_as(flat.dtype, wire, item.is_parameter, outer is not None)
         if isinstance(travels, Code) and mode is not Mode.WIRE:
             travels = travels_as(flat.dtype, EXACT, item.is_parameter) if mode is Mode.VALUES else lossless(flat.dtype)
-    return TensorSpec(item.name, flat.numel(), flat.dtype, travels, flat.device, item.rule, item.is_parameter, flat.data_ptr())
+    return TensorSpec(
+        item.name, flat.numel(), flat.dtype, travels, flat.device, item.rule, item.is_parameter, flat.data_ptr(), item.holders
+    )
 
 
 _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
@@ -286,7 +291,7 @@ _tensor = operator.attrgetter("tensor")
 
 def _same(items: Sequence[Item], bound: Sequence[Item]) -> bool:
     return items is bound or (
-        len(items) == len(bound) and all(a.tensor is b.tensor and a[2:] == b[2:] for a, b in zip(items, bound, strict=True))
+        len(items) == len(bound) and all(a.tensor is b.tensor and a[2:5] == b[2:5] for a, b in zip(items, bound, strict=True))
     )
 
 

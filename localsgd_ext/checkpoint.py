@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .dtensors import is_spread
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,6 +35,13 @@ class AccelerateHooks:
             accelerator.register_load_state_pre_hook(self._before_load),
         ):
             weakref.finalize(local_sgd, handle.remove)
+
+    def own_state(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Of a checkpoint that is being loaded: of a model in parts this rank's own, where Accelerate gives it that of the main process."""
+        path = None if self._folder is None else self._folder / f"local_sgd_{self._rank}.bin"
+        if path is None or not path.is_file():
+            return state
+        return torch.load(path, map_location="cpu", weights_only=True)
 
     def load_optimizers(self) -> None:
         """Give this rank's inner optimizers their own state, after Accelerate has given them rank 0's."""
@@ -66,6 +76,9 @@ class AccelerateHooks:
         if self._is_registered():
             Path(folder).mkdir(parents=True, exist_ok=True)
             torch.save([optimizer.state_dict() for optimizer in self._accelerator._optimizers], self._path(folder))
+            state = local_sgd.state_dict()
+            if any(map(is_spread, state.values())):
+                torch.save(state, Path(folder) / f"local_sgd_{self._rank}.bin")
 
     def _before_load(self, models: list[Any], folder: str) -> None:
         local_sgd = self._local_sgd()

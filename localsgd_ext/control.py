@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,120 +17,75 @@ from torch._C._distributed_c10d import PrefixStore
 from . import agreement
 from .collectives import Watch
 from .errors import LayoutMismatchError, LocalSGDError, PeerError, PeerTimeoutError
-from .mesh import CAPACITY, PROMPT_SECONDS, Broken, Mesh, Silent, Urgent
+from .mesh import CAPACITY, PROMPT_SECONDS, Broken, Mesh, Silent, Urgent, await_all
+from .standing import Call, Standing
 
 ROLL_CALL = timedelta(seconds=5)
 """How long a rank whose averaging broke waits for the others to say that they are alive. Those that wait look for
 it every POLL_SECONDS."""
 
 
-class Call(enum.IntEnum):
-    """What brings a rank to a handshake."""
-
-    ENTER = 0
-    STEP = 1
-    SYNCHRONIZE = 2
-    AVERAGED = 3
-    EXIT = 4  # it has no more batches, and serves the others until all are done
-
-
-_CALL_NAMES = {
-    Call.ENTER: "the entry of the `with` block",
-    Call.STEP: "step()",
-    Call.SYNCHRONIZE: "synchronize()",
-    Call.AVERAGED: "averaged()",
-    Call.EXIT: "the end of the `with` block",
-}
-
-
-class News(enum.IntEnum):
-    """What has changed on a rank since the last averaging."""
-
-    NOTHING = 0
-    BUFFERS = 1
-    WEIGHTS = 2
-
-
-class Standing(NamedTuple):
-    """What one rank says of itself in a handshake.
-
-    trained, changed: the fragments, as bits, whose weights and whose buffers have changed since their last averaging. bad: number of the first
-    parameter that holds NaN or inf, else -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
-    parts: the fragments that are to be averaged.
-    layout: see `Binding`. agreed: whether differences to what the ranks last agreed on can be sent. anchor: fingerprint of its anchors, where these are to be checked. following: local steps that its schedule gives
-    the next round. taken: whether what is to be averaged was taken, and training goes on meanwhile.
-    """
-
-    call: Call
-    trained: int
-    changed: int
-    bad: int
-    step: int
-    interval: int
-    phase: int
-    parts: int = 0
-    layout: int = 0
-    agreed: int = 1
-    anchor: int = 0
-    following: int = 0
-    taken: int = 0
-
-    def news(self, parts: int) -> News:
-        """Of these fragments."""
-        return News.WEIGHTS if self.trained & parts else News.BUFFERS if self.changed & parts else News.NOTHING
-
-    def pack(self) -> bytes:
-        return _STANDING.pack(*self)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Standing:
-        call, *rest = _STANDING.unpack_from(payload)
-        return cls(_CALLS[call], *rest)
-
-
-_STANDING = struct.Struct("<13q")
-_CALLS = tuple(Call)
-
-MAX_FRAGMENTS = 62
-"""As many bits are safe in those numbers."""
-
-
 class Control:
     """The control plane of one LocalSGD. Any error it raises is raised on every rank that is still there.
 
-    group: the ranks that average with each other. timeout: how long to wait for them; None for the group's own.
+    It is between all ranks of all replicas: what the ranks of one replica do together would hang if some of them failed or averaged alone.
+
+    group: the ranks that average with each other, one of each replica. inside: the ranks of this rank's replica. timeout: how long to wait for
+    others; None for the group's own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, inside: Sequence[int] = ()) -> None:
         if not dist.is_gloo_available():
             raise LocalSGDError("this torch was built without Gloo, which ranks need to tell each other where they stand")
-        self.rank, self.size = group.rank(), group.size()
         self.timeout = min(timeout or _timeout_of(group), timedelta(days=365))
-        self._group = group
+        self._group, self._inside = group, inside
         try:
-            self.global_ranks = dist.get_process_group_ranks(group)  # by which errors name the ranks
+            self._column = dist.get_process_group_ranks(group)
         except (KeyError, RuntimeError, ValueError):  # a group that torch.distributed does not know
-            self.global_ranks = list(range(self.size))
+            self._column = list(range(group.size()))
+        self.replica = group.rank()
+        self.rank, self.size = group.rank(), group.size()
+        self.global_ranks = self._column  # by which errors name the ranks; of all replicas, once `open` was called
+        self._columns: list[list[int]] = [list(range(self.size))]  # ranks that hold the same part
         self._mesh: Mesh | None = None
         self._last: list[Standing] = []  # where each rank stood in the last handshake
 
-    def enter(self, description: Sequence[str], sums: Sequence[int], step: int) -> list[int]:
-        """Agree on the layout and the options; gives the ranks whose values differ from rank 0's, empty where all are equal.
-
-        description: one line for each option and tensor. sums: a checksum for each tensor.
-        """
+    def open(self) -> None:
+        """Connect to all ranks, unless that is done; waits for them."""
         if self._mesh is None:
-            self._mesh = self._open()
-        digests = agreement.digest(description), agreement.digest(map(str, sums))
-        own = Standing(Call.ENTER, 0, 0, -1, step, 0, 0)
-        payloads = self._exchange(own.pack() + b"".join(digests))
+            if len(self._inside) > 1:
+                self.global_ranks = self._everyone()
+                me = self._column[self.replica]
+                self.rank, self.size = self.global_ranks.index(me), len(self.global_ranks)
+            self._mesh = self._connect()
+
+    def enter(self, options: Sequence[str], tensors: Sequence[str], sums: Sequence[int], step: int) -> list[int]:
+        """Agree on the options, which have to be equal everywhere, and on the tensors, which have to be equal on ranks that hold the same part; gives
+        the ranks whose values differ from those of the first that holds the same, empty where all are equal.
+
+        options, tensors: one line for each. sums: a checksum for each tensor.
+        """
+        self.open()
+        column = hashlib.sha256(repr(self._column).encode()).digest()
+        said = column, agreement.digest(options), agreement.digest(tensors), agreement.digest(map(str, sums))
+        own = Standing(Call.ENTER, 0, 0, -1, step, 0, 0, replica=self.replica)
+        payloads = self._exchange(own.pack() + b"".join(said))
         standings = self._read(payloads)
         self._check_calls(standings)
-        said = [payload[len(own.pack()) :] for payload in payloads]
-        half = len(digests[0])
-        if len({each[:half] for each in said}) > 1:
-            self._raise_mismatch(description)
-        return [rank for rank, each in enumerate(said) if each[half:] != said[0][half:]]
+        columns, others, held, values = (
+            [payload[len(own.pack()) :][at : at + len(column)] for payload in payloads]
+            for at in range(0, 4 * len(column), len(column))
+        )
+        self._columns = [[rank for rank, each in enumerate(columns) if each == one] for one in dict.fromkeys(columns)]
+        if len(set(others)) > 1:
+            self._raise_mismatch([*options, *tensors], [list(range(self.size))])
+        if self._differing(held):
+            self._raise_mismatch([*options, *tensors], self._columns)
+        return self._differing(values)
+
+    def _differing(self, said: Sequence[object]) -> list[int]:
+        """The ranks that said something else than the first of those that hold the same part."""
+        return sorted(rank for ranks in self._columns for rank in ranks if said[rank] != said[ranks[0]])
 
     def meet(self, own: Standing, describe: Callable[[], Sequence[str]] = tuple) -> list[Standing]:
         """The handshake before an averaging: where every rank stands, in rank order. Waits for all of them.
@@ -141,16 +94,16 @@ class Control:
         """
         standings = self._read(self._exchange(own.pack()))
         self._check_calls(standings)
-        if len({standing.layout for standing in standings}) > 1:
-            self._raise_mismatch(describe())
+        if self._differing([standing.layout for standing in standings]):
+            self._raise_mismatch(describe(), self._columns)
         training = [rank for rank, standing in enumerate(standings) if standing.call is Call.STEP]
         if len({standings[rank].parts for rank in training}) > 1:
-            said = ", ".join(f"{self._name([rank])} at step {standings[rank].step}" for rank in training)
+            said = ", ".join(f"{self.name([rank])} at step {standings[rank].step}" for rank in training)
             raise LocalSGDError(f"the ranks average different fragments ({said}); all of them must call step() equally often")
-        differing = [rank for rank, each in enumerate(standings) if each.anchor != standings[0].anchor]
+        differing = self._differing([standing.anchor for standing in standings])
         if differing and all(standing.agreed for standing in standings):
             raise LocalSGDError(
-                f"the anchors of {self._name(differing)} differ from {self._name([0])}'s at step {own.step}: what one of them received or "
+                f"the anchors of {self.name(differing)} differ from those of {self.first(differing)} at step {own.step}: what one of them received or "
                 "computed is not what the others did; go on from the last checkpoint, and report this"
             )
         return standings
@@ -206,7 +159,7 @@ class Control:
             broke = f"an averaging broke off on rank {self._me} ({_first_line(error)})"
             seconds = ROLL_CALL.total_seconds() if called.silent else PROMPT_SECONDS
             waited = f"did not answer within {seconds:g} s{self._last_seen(slow)}"
-            message = f"{broke}, and {self._name(slow)} {waited}: stopped, or the network is down"
+            message = f"{broke}, and {self.name(slow)} {waited}: stopped, or the network is down"
             return self._error(PeerTimeoutError, message, slow)
         return error
 
@@ -240,27 +193,47 @@ class Control:
             self._mesh.close()
             self._mesh = None
 
-    def _open(self) -> Mesh:
-        members = hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]
-        try:
-            name = str(self._group.group_name)
-        except (RuntimeError, AttributeError):
-            name = ""
-        # Counted in the store, which may outlive this group and its processes: no two meshes may use the same keys.
-        store = PrefixStore(f"localsgd_ext/{name}/{members}/", dist.distributed_c10d._get_default_store())
-        number = (store.add("entries", 1) - 1) // self.size
+    def _connect(self) -> Mesh:
+        store, number = self._store(self.global_ranks)
         try:
             return Mesh(PrefixStore(f"{number}/", store), self.rank, self.size, self.timeout)
         except Silent as silent:
             store.add("entries", -1)  # for the next try, or for those that come late
-            raise self._timed_out(
-                "enter LocalSGD", silent.ranks, "; all ranks must enter it, in the same order if there are several"
-            ) from None
+            raise self._did_not_enter(silent) from None
         except RuntimeError as error:
             raise LocalSGDError(
                 f"rank {self._me} cannot connect to the others through Gloo, over which ranks tell each other where they stand; "
                 f"set GLOO_SOCKET_IFNAME to the network interface that reaches them ({_first_line(error)})"
             ) from error
+
+    def _everyone(self) -> list[int]:
+        """All ranks of all replicas: each rank of the group knows those of its own."""
+        store, number = self._store(self._column)
+        self.global_ranks, self.rank, self.size = self._column, self.replica, len(self._column)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        own = ",".join(map(str, self._inside))
+        try:
+            said = await_all(PrefixStore(f"{number}/", store), self.rank, others, self.timeout, own)
+        except Silent as silent:
+            store.add("entries", -1)
+            raise self._did_not_enter(silent) from None
+        return sorted({int(rank) for each in [own, *said] for rank in each.split(",")})
+
+    def _store(self, ranks: Sequence[int]) -> tuple[PrefixStore, int]:
+        """Where these ranks meet, and how often they have met there. It may outlive the group and its processes: no two meshes may use the
+        same keys."""
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        name = ""
+        if ranks is self._column:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                name = str(self._group.group_name)
+        store = PrefixStore(f"localsgd_ext/{name}/{members}/", dist.distributed_c10d._get_default_store())
+        return store, (store.add("entries", 1) - 1) // len(ranks)
+
+    def _did_not_enter(self, silent: Silent) -> PeerError:
+        return self._timed_out(
+            "enter LocalSGD", silent.ranks, "; all ranks must enter it, in the same order if there are several"
+        )
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         if self._mesh is None:
@@ -287,12 +260,13 @@ class Control:
             calls.setdefault(standing.call, []).append(rank)
         # Whoever is at the end of its block serves all others, save those that are at the entry of another.
         if len(calls.keys() - {Call.EXIT}) > 1 or Call.ENTER in calls:
-            said = "; ".join(f"{self._name(ranks)} in {_CALL_NAMES[call]}" for call, ranks in sorted(calls.items()))
+            said = "; ".join(f"{self.name(ranks)} in {call.spoken}" for call, ranks in sorted(calls.items()))
             raise LocalSGDError(
                 f"the ranks meet in different calls: {said}; all of them must make the same calls in the same order"
             )
 
-    def _raise_mismatch(self, description: Sequence[str]) -> NoReturn:
+    def _raise_mismatch(self, description: Sequence[str], columns: Sequence[Sequence[int]]) -> NoReturn:
+        """columns: the ranks that should say the same, each with each."""
         assert self._mesh is not None
         try:
             everyones = self._mesh.exchange_long("\n".join(description).encode(), self.timeout)
@@ -300,12 +274,20 @@ class Control:
             raise LayoutMismatchError(
                 "the ranks hold different tensors or options, and one of them left before it said which"
             ) from None
-        raise LayoutMismatchError(agreement.difference([each.decode().split("\n") for each in everyones], self.global_ranks))
+        said = [each.decode().split("\n") for each in everyones]
+        ranks = next((each for each in columns if any(said[rank] != said[each[0]] for rank in each)), columns[0])
+        raise LayoutMismatchError(
+            agreement.difference([said[rank] for rank in ranks], [self.global_ranks[rank] for rank in ranks])
+        )
+
+    def first(self, ranks: Sequence[int]) -> str:
+        """The ranks that these should be like."""
+        return self.name([each[0] for each in self._columns if set(each) & set(ranks)])
 
     def _raise_announced(self, urgent: Urgent) -> NoReturn:
         announcement = _Announcement.unpack(urgent.payload)
         if announcement.culprit < 0:
-            message = f"an averaging broke off on {self._name([urgent.rank])}: {announcement.text}"
+            message = f"an averaging broke off on {self.name([urgent.rank])}: {announcement.text}"
             raise self.explain(self._error(PeerError, message, [urgent.rank])) from None
         raise self._announced(announcement, urgent.rank) from None
 
@@ -313,14 +295,14 @@ class Control:
         """What this rank raises that was told so by `sender`."""
         culprit = announcement.culprit
         if sender == culprit:
-            return self._error(PeerError, f"{self._name([culprit])} failed: {announcement.text}", [culprit])
+            return self._error(PeerError, f"{self.name([culprit])} failed: {announcement.text}", [culprit])
         return self._error(PeerError, announcement.text, [culprit])  # as the sender itself raised it
 
     @property
     def _me(self) -> int:
         return self.global_ranks[self.rank]
 
-    def _name(self, ranks: Sequence[int]) -> str:
+    def name(self, ranks: Sequence[int]) -> str:
         return agreement.name_ranks([self.global_ranks[rank] for rank in ranks])
 
     def _error(self, kind: type[PeerError], message: str, ranks: Sequence[int]) -> PeerError:
@@ -328,11 +310,11 @@ class Control:
 
     def _timed_out(self, what: str, ranks: Sequence[int], more: str) -> PeerError:
         waited = f"within {self.timeout.total_seconds():g} s of rank {self._me}"
-        return self._error(PeerTimeoutError, f"{self._name(ranks)} did not {what} {waited}{more}", ranks)
+        return self._error(PeerTimeoutError, f"{self.name(ranks)} did not {what} {waited}{more}", ranks)
 
     def _gone(self, ranks: Sequence[int]) -> PeerError:
         why = "the process ended, was killed, or gave up waiting"
-        return self._error(PeerError, f"the connection to {self._name(ranks)} is gone{self._last_seen(ranks)}: {why}", ranks)
+        return self._error(PeerError, f"the connection to {self.name(ranks)} is gone{self._last_seen(ranks)}: {why}", ranks)
 
     def _last_seen(self, ranks: Sequence[int]) -> str:
         if not self._last:

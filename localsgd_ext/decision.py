@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 from .averager import Averager
 from .binding import Mode
-from .control import Call, News, Standing
 from .errors import NonFiniteError
 from .items import Item, first_nonfinite
 from .report import PendingReport
+from .standing import Call, News, Standing
+
+NONFINITE = ("raise", "exclude", "ignore")
 
 
 class Outcome(NamedTuple):
-    """Where the ranks stood; what those that still train are doing, if any are; whose weights count; how to average which fragments (as
+    """Where the ranks stood; what those that still train are doing, if any are; the replicas whose weights count; how to average which fragments (as
     bits); and the report of that, once it is done in the background."""
 
     standings: list[Standing]
@@ -38,7 +40,6 @@ def decide(
     ranks: Sequence[int],
     nonfinite: str,
     rounded: bool,
-    has_anchors: bool,
     overlaps: bool,
     everything: int,
 ) -> Outcome:
@@ -46,29 +47,33 @@ def decide(
     overlaps: whether step() averages shadows. everything: all fragments. Raises NonFiniteError."""
     common = min(standing.call for standing in standings)
     parts = next(standing.parts for standing in standings if standing.call is common)
-    mode = _mode(standings, common, parts, has_anchors, overlaps, everything)
+    mode = _mode(standings, common, parts, overlaps, everything)
     if mode is not Mode.WIRE:
         parts = everything
     active, warning = _active(standings, common, parts, rounded), ""
-    bad = {rank: s.bad for rank, s in enumerate(standings) if active[rank] and s.bad >= 0}
+    bad = {rank: s.bad for rank, s in enumerate(standings) if active[s.replica] and s.bad >= 0}
     if bad:
         active, warning = _healthy(standings, active, bad, items, ranks, nonfinite)
     return Outcome(standings, common, active, mode, parts, warning)
 
 
 def _active(standings: Sequence[Standing], common: Call, parts: int, rounded: bool) -> list[bool]:
-    """The ranks with something new.
+    """The replicas with something new.
 
-    A rank that only ran its model forward has nothing to add to weights that others trained.
+    One that only ran its model forward has nothing to add to weights that others trained.
     """
-    each_news = [standing.news(parts) for standing in standings]
-    most = max(each_news)
+    most = max(standing.news(parts) for standing in standings)
     if most is not News.NOTHING:
-        return [each is most for each in each_news]
-    if common in (Call.SYNCHRONIZE, Call.AVERAGED) or (common is Call.EXIT and rounded):
-        # Asked for, though nothing was seen to change; or the last averaging left something unsent.
-        return [standing.call is common for standing in standings]
-    return [False] * len(standings)
+        return _replicas(standings, [standing.news(parts) is most for standing in standings])
+    # Asked for, though nothing was seen to change; or the last averaging left something unsent.
+    asked = common in (Call.SYNCHRONIZE, Call.AVERAGED) or (common is Call.EXIT and rounded)
+    return _replicas(standings, [asked and standing.call is common for standing in standings])
+
+
+def _replicas(standings: Sequence[Standing], ranks: Sequence[bool]) -> list[bool]:
+    """Of which one of these ranks is a part."""
+    there = {standing.replica for standing, is_one in zip(standings, ranks, strict=True) if is_one}
+    return [replica in there for replica in range(1 + max(standing.replica for standing in standings))]
 
 
 def _healthy(
@@ -81,22 +86,23 @@ def _healthy(
 ) -> tuple[list[bool], str]:
     found = ", ".join(f"rank {ranks[rank]} (first in {items[index].name!r})" for rank, index in bad.items())
     step = max(standing.step for standing in standings)
-    if len(bad) == sum(active):  # then the last average, which ranks without news still hold
-        active = [standing.bad < 0 for standing in standings]
+    ill = _replicas(standings, [standing.bad >= 0 for standing in standings])
+    if not any(each and not is_ill for each, is_ill in zip(active, ill, strict=True)):
+        active = [not each for each in ill]  # then the last average, which ranks without news still hold
     if nonfinite == "raise" or not any(active):
         raise NonFiniteError(
             f"NaN or inf in the parameters of {found} at step {step}; nothing was averaged. Lower the learning rate or clip gradients; "
             "nonfinite='exclude' goes on with the healthy ranks, nonfinite='ignore' with everything"
         )
     warning = f"NaN or inf in the parameters of {found} at step {step}: left out of the average, and replaced by it. An optimizer there may still hold NaN"
-    return [each and rank not in bad for rank, each in enumerate(active)], warning
+    return [each and not is_ill for each, is_ill in zip(active, ill, strict=True)], warning
 
 
-def _mode(standings: Sequence[Standing], common: Call, parts: int, has_anchors: bool, overlaps: bool, everything: int) -> Mode:
+def _mode(standings: Sequence[Standing], common: Call, parts: int, overlaps: bool, everything: int) -> Mode:
     if not all(standing.agreed for standing in standings):
         return Mode.VALUES
     whole = overlaps and parts & (parts - 1) != 0  # one fragment at a time has a shadow
-    if not has_anchors:
+    if not any(standing.anchors for standing in standings):  # those of a rank whose part of the model is empty are, too
         return Mode.VALUES if whole or (overlaps and common is not Call.STEP) else Mode.WIRE
     if common is Call.AVERAGED:
         return Mode.VALUES  # all ranks get their own weights back: for the anchor it has never been

@@ -21,20 +21,21 @@ def agree(
     averager: Averager,
     described: Sequence[tuple[str, str, torch.Tensor]],
     options: Mapping[str, object],
+    groups: str,
     step: int,
     equal: bool,
 ) -> None:
-    """described: see `Selection`. equal: whether weights have to be alike, too; where they are not, all ranks take the first one's. Raises
+    """described: see `Selection`. groups: which ones will average, equal on ranks that hold the same part. equal: whether weights have to be alike, too; where they are not, all ranks take the first one's. Raises
     LayoutMismatchError."""
     parameters = [tensor for _, fate, tensor in described if fate in PARAMETER_FATES]
-    lines = agreement.describe(options, described)
-    differing = control.enter(lines, agreement.checksums(parameters) if equal else [], step)
+    tensors = agreement.describe({"process group": groups}, described)
+    differing = control.enter(agreement.describe(options, ()), tensors, agreement.checksums(parameters) if equal else [], step)
     if not differing:
         return
-    ranks = control.global_ranks
+    names, first = control.name(differing), control.first(differing)
     warnings.warn(
-        f"the weights of {agreement.name_ranks([ranks[each] for each in differing])} differ from rank {ranks[0]}'s; all ranks start from "
-        f"rank {ranks[0]}'s (a model without DDP has to be seeded alike, or loaded, on every rank)",
+        f"the weights of {names} differ from {first}'s; all ranks start from {first}'s (a model without DDP has to be seeded alike, or loaded, "
+        "on every rank)",
         stacklevel=6,
     )
     with control.blaming():

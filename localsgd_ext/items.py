@@ -17,12 +17,23 @@ _version = operator.attrgetter("_version")
 
 
 class Item(NamedTuple):
-    """A tensor to be averaged in place (or to follow rank 0), with the name that errors show."""
+    """A tensor to be averaged in place (or to follow rank 0), with the name that errors show.
+
+    holders: the ranks of this replica that hold the same, with this one; empty where no other does. owner: the tensor that it is this rank's part of, a
+    DTensor, or else itself.
+    """
 
     name: str
     tensor: torch.Tensor
     rule: Rule = Rule.MEAN
     is_parameter: bool = True
+    holders: tuple[int, ...] = ()
+    owner: torch.Tensor | None = None
+
+    @property
+    def identity(self) -> torch.Tensor:
+        """The tensor by which it is known: another part of the same DTensor may take its place."""
+        return self.tensor if self.owner is None else self.owner
 
 
 def check_in_place(item: Item) -> None:

@@ -1,6 +1,6 @@
 """Where each tensor lies in flat space: pure arithmetic, no torch.distributed, no tensor data.
 
-Tensors are grouped into one :class:`Table` per (device, dtype, rule). Inside a table they are laid end to end and the whole
+Tensors are grouped into one :class:`Table` per (device, dtype, rule, ranks of a replica that hold them). Inside a table they are laid end to end and the whole
 is cut into :class:`Bucket` objects of nearly equal size, so that a tensor larger than a bucket spans several and small ones
 share one. Every rank computes the same tables from the same tensors; nothing of it travels.
 """
@@ -39,6 +39,7 @@ class TensorSpec:
     rule: Rule
     is_parameter: bool  # parameters count in the drift, buffers do not
     address: int  # of the first element; equal address and size means a tied tensor
+    holders: tuple[int, ...] = ()  # the ranks of one replica that hold the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,15 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The buckets of all tensors that share a device, a dtype and a rule. Indices point into the list given to `plan`."""
+    """The buckets of all tensors that share a device, a dtype, a rule and their holders, which thus lay out the same in the same places, and
+    get the same bits from averagings of their own. Indices point into the list given to `plan`."""
 
     device: torch.device
     dtype: torch.dtype
     wire: Wire
     rule: Rule
     buckets: tuple[Bucket, ...]
+    holders: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -101,14 +104,14 @@ def plan(
     every rank. Buckets of one fragment differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.
     fragments: every table is cut into so many parts first, each of which has buckets of its own; a tensor may lie in several.
     """
-    groups: dict[tuple[torch.device, torch.dtype, Wire, Rule], list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, Wire, Rule, tuple[int, ...]], list[int]] = {}
     seen: set[tuple[int, int, torch.dtype]] = set()
     for index, spec in enumerate(specs):
         identity = (spec.address, spec.numel, spec.dtype)
         if spec.numel == 0 or identity in seen:
             continue
         seen.add(identity)
-        groups.setdefault((spec.device, spec.dtype, spec.wire, spec.rule), []).append(index)
+        groups.setdefault((spec.device, spec.dtype, spec.wire, spec.rule, spec.holders), []).append(index)
     return tuple(
         Table(
             device,
@@ -121,8 +124,9 @@ def plan(
                 elements_in(code_bytes if code_bytes and _drops_bits(dtype, wire) else bucket_bytes, wire),
                 fragments,
             ),
+            holders,
         )
-        for (device, dtype, wire, rule), members in groups.items()
+        for (device, dtype, wire, rule, holders), members in groups.items()
     )
 
 

@@ -12,23 +12,22 @@ import torch
 import torch.distributed as dist
 
 from . import arguments, backends, models
-from . import wire as wires
 from ._version import __version__
-from .averager import Averager, resolve_group
+from .averager import Averager
 from .checkpoint import AccelerateHooks
-from .control import Call, Control, Standing
+from .control import Control
 from .errors import LocalSGDError
 from .gradient_sync import GradientSync
 from .items import check_in_place
 from .outer import Outer, check_outer
+from .replicas import find_replicas
 from .report import SyncReport
-from .rounds import NONFINITE, Place, Rounds
+from .rounds import Place, Rounds
 from .schedules import Schedule, as_schedule, checked_interval, fragments_due, lasting, may_return_to_0
+from .standing import Call, Standing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-COUNTS = ("calls", "optimizer")
 
 
 class LocalSGD:
@@ -46,8 +45,9 @@ class LocalSGD:
 
     Args:
         accelerator: an `accelerate.Accelerator`, or None for plain torch.distributed (every step() is then an optimizer step).
-        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model or a plain module. DDP starts all ranks
-            from rank 0's weights; a plain module must be initialised alike on every rank.
+        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model, a plain module, or one of DTensors (FSDP2, tensor
+            parallel). DDP starts all ranks from rank 0's weights; others must be initialised alike in all replicas. Of DTensors each rank averages its part
+            with the ranks that hold the same part in the other replicas; their gradients are reduced inside replicas only. A replica's ranks must train in step.
         local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule (`Every`, `Warmup`, `QSR`, `DriftTarget`): a
             callable taking this object and returning the number of local steps of the next round, 0 for a step of ordinary synchronous
             training (gradients all-reduced by DDP; a model without DDP is averaged after that step instead). It is asked when a
@@ -67,7 +67,8 @@ class LocalSGD:
         nonfinite: a rank whose parameters hold NaN or inf when an averaging begins: "raise" NonFiniteError on every rank, before
             anything is averaged; "exclude" that rank, which then receives the average of the healthy ones; "ignore" it, and save
             the pass over the weights that looks for it. Buffers are not looked at: some hold -inf on purpose.
-        process_group: the ranks that average; default the DDP model's own group, else all ranks.
+        process_group: the ranks that average; default the DDP model's own group, the dimension of the model's device mesh along which nothing is cut, or
+            all ranks. DDP inside each host and averaging between hosts: `host_groups`.
         backend: "native" (compiled), "torch" (pure PyTorch), or "auto": native where it is ready or can be built. Ranks may differ.
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
         timeout: how long to wait for the other ranks at an averaging; None for the process group's own timeout.
@@ -90,7 +91,7 @@ class LocalSGD:
     Raises:
         TypeError, ValueError: an argument is not allowed; the message says what is.
         LocalSGDError: backend="native" cannot be had; the message holds the cause.
-        NotImplementedError: DeepSpeed, Megatron-LM, FSDP, XLA.
+        NotImplementedError: DeepSpeed, Megatron-LM, FSDP1, XLA.
 
         On entry, on every rank: LayoutMismatchError where tensors or options differ. In averagings, on every rank that is left:
         PeerError where a rank failed or is gone, PeerTimeoutError where one did not come; NonFiniteError.
@@ -117,12 +118,8 @@ class LocalSGD:
         timeout: datetime.timedelta | None = None,
     ) -> None:
         self._schedule = as_schedule(local_sgd_steps)
-        arguments.check_choice("count", count, COUNTS)
-        arguments.check_choice("buffers", buffers, models.BUFFER_POLICIES)
-        arguments.check_choice("nonfinite", nonfinite, NONFINITE)
-        wires.check_wire(wire)
+        arguments.check_choices(count=count, buffers=buffers, nonfinite=nonfinite, wire=wire, backend=backend)
         described_outer = check_outer(outer)
-        backends.check_backend(backend)
         arguments.check_fragments(fragments, overlap_steps, self._schedule)
         arguments.check_bucket_mb(bucket_mb)
         arguments.check_timeout(timeout)
@@ -146,15 +143,14 @@ class LocalSGD:
         if not self.enabled:
             return
 
-        self._selection = models.Selection(model, buffers)
+        models.check_parts(model)
+        replicas = find_replicas(model, process_group, accelerator)
+        self._selection = models.Selection(model, buffers, replicas)
         for item in self._selection.items():
             check_in_place(item)
-        ddp = models.find_ddp(model)
-        if process_group is None and ddp is not None:
-            process_group = ddp.process_group
-        group = resolve_group(process_group)
-        if group is None or group.size() == 1:
+        if replicas is None or replicas.group.size() == 1:
             return
+        group = replicas.group
         backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
         options = {
             "wire": wire,
@@ -169,14 +165,14 @@ class LocalSGD:
         self._rounds = Rounds(
             self._selection,
             Averager(group, wire, backend, bucket_mb, outer, home, fragments, overlap_steps > 0),
-            Control(group, timeout),
+            Control(group, timeout, replicas.inside),
             nonfinite,
             {"version of localsgd_ext": __version__, **options},
             overlap_steps > 0,
         )
         if accelerator is not None:
             self._hooks = AccelerateHooks(self, accelerator, dist.get_rank())
-        self._gradient_sync = GradientSync(ddp, group)
+        self._gradient_sync = GradientSync(model, group)
 
     def __enter__(self) -> LocalSGD:
         if self._inside:
@@ -315,7 +311,8 @@ class LocalSGD:
                 self._lent = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Counters, the place in the schedule, and what the outer optimizer keeps, as tensors by name; the same on every rank.
+        """Counters, the place in the schedule, and what the outer optimizer keeps, as tensors by name; the same on every rank, save that for DTensors it
+        holds DTensors: `torch.distributed.checkpoint` saves and loads this object as it is (before the block, or inside it).
 
         To be saved beside the model, right after an averaging; `accelerator.register_for_checkpointing(local_sgd)` and
         `accelerator.save_state()` see to both, and save every rank's own inner optimizer besides. Raises LocalSGDError inside the block if this rank
@@ -324,8 +321,7 @@ class LocalSGD:
         state = {} if self._rounds is None else self._rounds.state()
         state |= {"num_steps": torch.tensor(self.num_steps), "phase": torch.tensor(self._place.phase)}
         state["was_local"] = torch.tensor(self._gradient_sync.was_off)
-        if self._interval is not None:
-            state["interval"] = torch.tensor(self._interval)
+        state["interval"] = torch.tensor(-1 if self._interval is None else self._interval)
         if hasattr(self._schedule, "state_dict"):
             for key, value in self._schedule.state_dict().items():
                 state[f"schedule.{key}"] = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -339,10 +335,12 @@ class LocalSGD:
         if "num_steps" not in state:
             warnings.warn("this state dict holds no state of LocalSGD: its counters and momentum start anew", stacklevel=2)
             return
+        if self._hooks is not None:
+            state = self._hooks.own_state(state)
         self.num_steps = int(state["num_steps"])
         self._round_began = self.num_steps - int(state["phase"])
-        interval = int(state["interval"]) if "interval" in state else None
-        self._interval = None if interval is None else lasting(interval, self._overlap_steps, self._fragments)
+        interval = int(state.get("interval", torch.tensor(-1)))
+        self._interval = None if interval < 0 else lasting(interval, self._overlap_steps, self._fragments)
         self._gradient_sync.was_off |= bool(state["was_local"])
         if self._rounds is not None:
             self._rounds.restore(state, self.num_steps)

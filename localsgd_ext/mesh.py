@@ -96,7 +96,7 @@ class Mesh:
         # Starting after itself, so that not everyone talks to rank 0 at once.
         self.others = [(rank + hop) % size for hop in range(1, size)]
         self._sent = 0
-        _await_all(store, rank, self.others, timeout)
+        await_all(store, rank, self.others, timeout)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._outgoing = _Message()
         self._rows = {other: _Message() for other in self.others}
@@ -237,11 +237,14 @@ def _left(deadline: float) -> timedelta:
     return timedelta(milliseconds=max(0, math.ceil(1000 * (deadline - time.monotonic()))) + 1)
 
 
-def _await_all(store: Store, rank: int, others: Collection[int], timeout: timedelta) -> None:
-    """Building connections waits for everyone without saying for whom, so everyone signs in first, and out again on giving up."""
+def await_all(store: Store, rank: int, others: Collection[int], timeout: timedelta, word: str = "here") -> list[str]:
+    """Sign in with a word, wait for the others, and give theirs. Signs out again on giving up.
+
+    Building connections would wait for everyone without saying for whom.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     store.delete_key(f"left/{rank}")
-    store.set(f"here/{rank}", "1")
+    store.set(f"here/{rank}", word)
     missing: list[int] = []
     try:
         for other in others:
@@ -251,7 +254,7 @@ def _await_all(store: Store, rank: int, others: Collection[int], timeout: timede
     while not missing:
         left = [other for other in others if store.check([f"left/{other}"])]  # they may be on their way back
         if not left:
-            return
+            return [store.get(f"here/{other}").decode() for other in others]
         if time.monotonic() > deadline:
             missing = left
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What of a model is averaged, and between whom: the wrapper it came in, its tensors, its process group."""
+"""What of a model is averaged, and what kinds of training cannot be."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from .dtensors import is_spread, local_part, reshard
 from .errors import LocalSGDError
 from .items import Item, averageable
 from .layout import Rule
+from .replicas import Replicas, find_ddp
 
 TRAINED, FROZEN = PARAMETER_FATES = ("trainable", "frozen")
 
@@ -24,7 +26,8 @@ BUFFER_POLICIES = ("average", "broadcast", "keep")
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed owns the parameters and the optimizer state; use plain DDP (accelerate launch without DeepSpeed)",
     "MEGATRON_LM": "Megatron-LM splits the model and reduces its gradients itself; use plain DDP",
-    "FSDP": "FSDP shards every parameter over the ranks; use plain DDP if the model fits on one device",
+    "FSDP": "FSDP1 flattens parameters into shards of its own; use FSDP2: torch.distributed.fsdp.fully_shard on a mesh of replicas x shards or, with "
+    "Accelerate, FullyShardedDataParallelPlugin(fsdp_version=2) and ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
     "XLA": "torch_xla compiles its own collectives; use plain DDP on GPUs or CPUs",
 }
 
@@ -36,7 +39,7 @@ def check_accelerator(accelerator: Any) -> None:
             f"accelerator must be an accelerate.Accelerator, or None for plain torch.distributed; got a {type(accelerator).__name__}"
         )
     kind = _kind(accelerator)
-    if kind in _REFUSED:
+    if kind in _REFUSED and not getattr(accelerator, "is_fsdp2", False):
         raise NotImplementedError(f"LocalSGD does not work with DistributedType.{kind}: {_REFUSED[kind]}")
 
 
@@ -44,6 +47,22 @@ def check_model(model: Any) -> None:
     """Raise TypeError for anything but a module."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, as returned by accelerator.prepare; got a {type(model).__name__}")
+
+
+def check_parts(model: torch.nn.Module) -> None:
+    """Raise NotImplementedError or LocalSGDError for a model that cannot be averaged."""
+    ddp = find_ddp(model)
+    inner = model if ddp is None else ddp.module
+    for name, module in inner.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise LocalSGDError(
+                f"the DDP model is a part ({name!r}) of what was passed, so its gradient sync would stay on; pass the DDP model itself"
+            )
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
+            raise NotImplementedError(f"LocalSGD does not work with FSDP: {_REFUSED['FSDP']}")
+    for name, parameter in inner.named_parameters():
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise LocalSGDError(f"parameter {name!r} is not initialised yet; run one forward pass before making the LocalSGD")
 
 
 def is_distributed(accelerator: Any) -> bool:
@@ -68,29 +87,6 @@ def _kind(accelerator: Any) -> str:
     return "NO" if accelerator is None else str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
 
 
-def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper of a model, also where torch.compile wrapped that in turn."""
-    model = getattr(model, "_orig_mod", model)
-    return model if isinstance(model, DistributedDataParallel) else None
-
-
-def syncs_gradients_over(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
-    """Whether DDP's gradient sync joins ranks that average with each other, so that it has to be off between averagings.
-
-    It does not where DDP works inside each machine and the averaging between machines.
-    """
-    return len(_ranks(ddp.process_group) & _ranks(group)) > 1
-
-
-def keeps_equal(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> bool:
-    """Whether DDP's gradient sync joins all ranks that average with each other."""
-    return _ranks(group) <= _ranks(ddp.process_group)
-
-
-def _ranks(group: dist.ProcessGroup) -> set[int]:
-    return set(dist.get_process_group_ranks(group))
-
-
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -101,35 +97,21 @@ class Selection:
     loops freeze and unfreeze by turns, and what was trained before it was frozen differs between ranks. What was frozen all along is equal everywhere
     and stays. So do buffers outside the state dict, which are caches that each rank can compute and may differ in shape; buffers
     that share memory with a parameter taking part; and what the user told DDP to ignore.
+
+    Of a DTensor the part that this rank holds is looked at. replicas: None where there is nobody to average with.
     """
 
-    def __init__(self, model: torch.nn.Module, buffers: str) -> None:
+    def __init__(self, model: torch.nn.Module, buffers: str, replicas: Replicas | None = None) -> None:
         ddp = find_ddp(model)
         self._module = model if ddp is None else ddp.module
         self._ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         self._buffers = buffers
         self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
+        reshard(self._module)
+        self._spread = any(map(is_spread, chain(self._module.parameters(), self._module.buffers())))
+        self._replicas = replicas
         self.release()
-        self._check()
         self.items()
-
-    def _check(self) -> None:
-        for name, module in self._module.named_modules():
-            if isinstance(module, DistributedDataParallel):
-                raise LocalSGDError(
-                    f"the DDP model is a part ({name!r}) of what was passed, so its gradient sync would stay on; pass the DDP model itself"
-                )
-            if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
-                raise NotImplementedError(f"LocalSGD does not work with FSDP: {_REFUSED['FSDP']}")
-        for name, parameter in self._module.named_parameters():
-            if hasattr(parameter, "device_mesh"):
-                raise NotImplementedError(
-                    f"parameter {name!r} is a DTensor (FSDP2 or tensor parallel), which LocalSGD does not average yet; use plain DDP"
-                )
-            if isinstance(parameter, UninitializedTensorMixin):
-                raise LocalSGDError(
-                    f"parameter {name!r} is not initialised yet; run one forward pass before making the LocalSGD"
-                )
 
     def release(self) -> None:
         """Let go of the tensors seen last, so that their memory can be freed."""
@@ -142,10 +124,14 @@ class Selection:
 
         The same list again while the model's tensors are the same.
         """
+        if self._spread:
+            reshard(self._module)
         # With thousands of tensors the walk below costs more than packing them; this comparison runs in C.
         modules = self._module.modules()
         present = [t for m in modules for t in chain(m._parameters.values(), m._buffers.values()) if t is not None]
         trainable = list(map(_requires_grad, present))
+        if self._spread:
+            present += [local_part(t) for t in present]  # FSDP2 puts others in their place in its first forward
         if (
             self._items is not None
             and len(present) == len(self._present)
@@ -163,9 +149,11 @@ class Selection:
     def described(self) -> list[tuple[str, str, torch.Tensor]]:
         """Name, fate and tensor of all that has to be alike on every rank: what takes part, and frozen parameters."""
         items = self.items()
-        there = {id(item.tensor) for item in items}
+        there = {id(item.owner) for item in items}
         frozen = [
-            (name, FROZEN, p) for name, p in self._module.named_parameters() if id(p) not in there and name not in self._ignored
+            (name, FROZEN, local_part(p))
+            for name, p in self._module.named_parameters()
+            if id(p) not in there and name not in self._ignored
         ]
         return [
             (
@@ -188,15 +176,19 @@ class Selection:
                     continue
                 seen.add(id(parameter))
                 if self._takes_part(parameter):
-                    parameters.append(Item(dot + name, parameter, Rule.MEAN, True))
+                    parameters.append(self._item(dot + name, parameter, Rule.MEAN, True))
             if module._buffers and self._buffers != "keep":
                 for name, buffer in module._buffers.items():
                     skip = name in module._non_persistent_buffers_set or dot + name in self._ignored
                     if buffer is not None and not skip and id(buffer) not in seen:
                         seen.add(id(buffer))
                         mean = self._buffers == "average" and averageable(buffer)
-                        buffers.append(Item(dot + name, buffer, Rule.MEAN if mean else Rule.FOLLOW, False))
+                        buffers.append(self._item(dot + name, buffer, Rule.MEAN if mean else Rule.FOLLOW, False))
         return parameters, buffers
+
+    def _item(self, name: str, tensor: torch.Tensor, rule: Rule, is_parameter: bool) -> Item:
+        holders = () if self._replicas is None else self._replicas.holders(tensor)
+        return Item(name, local_part(tensor), rule, is_parameter, holders, tensor)
 
     def _takes_part(self, parameter: torch.Tensor) -> bool:
         known = self._trained.get(id(parameter))

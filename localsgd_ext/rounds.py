@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,15 +13,14 @@ from . import agreement
 from .averager import Averager
 from .background import JOIN_SECONDS, Flight, Worker
 from .binding import Binding, Mode
-from .control import Call, Control, Standing
+from .control import Control
 from .decision import Outcome, check_average, decide, warn
 from .entry import agree
 from .errors import LocalSGDError
 from .items import Item, first_nonfinite, values_after, version
 from .models import Selection
-from .report import PendingReport, SyncReport, span
-
-NONFINITE = ("raise", "exclude", "ignore")
+from .report import PendingReport, SyncReport, restored, saved, span
+from .standing import Call, Standing
 
 CHECK = "LOCALSGD_EXT_CHECK"
 """Set to 1, makes every handshake compare the anchors of all ranks, bit by bit. Slow: for debugging."""
@@ -95,7 +94,7 @@ class Rounds:
         """Make sure that all ranks hold the same tensors, options and weights; where the weights differ, take rank 0's."""
         self.agree(place, equal=True)
         if self._overlaps:
-            self._averager.use_own_group(self._control.timeout)
+            self._averager.groups.use_own(self._control.timeout)
         self._start(place.step)
 
     def _start(self, step: int) -> None:
@@ -121,14 +120,19 @@ class Rounds:
 
     def agree(self, place: Place, equal: bool = False) -> None:
         """Make sure that all ranks hold the same tensors and options. equal: see `begin`."""
+        self._control.open()
+        groups = self._averager.groups
+        groups.note(self._control.global_ranks)
+        averaging, everyone = groups.own() if self._overlaps and equal else ("", "")
         options = {
             **self._options,
             CHECK: self._checks,
-            "process group": self._averager.own_group() if self._overlaps and equal else "",
             "local_sgd_steps": place.interval,
             "steps into the round": place.phase,
+            "process group of all replicas": everyone,
         }
-        agree(self._control, self._averager, self._selection.described(), options, place.step, equal)
+        agree(self._control, self._averager, self._selection.described(), options, averaging, place.step, equal)
+        groups.include(self._control.timeout)
 
     def average(self, call: Call, place: Place, following: int = 0, parts: int = 0) -> list[Standing]:
         """Meet the other ranks, and average if one of them has something new; gives where they stood.
@@ -214,7 +218,7 @@ class Rounds:
                 if binding is not taken:
                     binding.adopt(taken)
                 # Where NaN was left out of the mean, there is no progress either.
-                progress = outcome.standings[self._control.rank].bad < 0
+                progress = all(each.bad < 0 for each in outcome.standings if each.replica == self._control.replica)
                 binding.give(outcome.parts, progress, outcome.active.index(True))
             self._pending = outcome.pending
             self._landed(items, outcome, place)
@@ -231,7 +235,9 @@ class Rounds:
         if self._overlaps or self._trained != self._everything:  # else there is nothing left to notice
             self._look(items)
         parts = parts if call is Call.STEP else self._everything
-        return Standing(call, self._trained, self._changed, -1, *place, parts, layout, agreed, anchor, following)
+        kept = 0 if anchors is None else 1 + anchors.is_lossy
+        standing = Standing(call, self._trained, self._changed, -1, *place, parts, layout, agreed, anchor, following)
+        return standing._replace(replica=self._control.replica, anchors=kept)
 
     def _meet(self, own: Standing, items: Sequence[Item]) -> Outcome:
         with span("handshake"):
@@ -242,7 +248,6 @@ class Rounds:
             self._control.global_ranks,
             self._nonfinite,
             self._rounded,
-            self._averager.anchors is not None,
             self._overlaps,
             self._everything,
         )
@@ -272,7 +277,7 @@ class Rounds:
             with values_after(items):
                 yield
         finally:
-            self._note_version(items)
+            self._note_version(self._selection.items())  # looked up again: FSDP2 may still hold whole parameters of the average
             self._trained, self._changed = trained, changed
 
     def fail(self, error: BaseException) -> None:
@@ -286,7 +291,7 @@ class Rounds:
         self._control.fail(error)
         if flight is not None:
             self._drop(flight[0])
-        self._averager.use_given_group(clean=False)
+        self._averager.groups.use_given(clean=False)
 
     def state(self) -> dict[str, torch.Tensor]:
         """What goes on from here, by name, the same on every rank. Raises LocalSGDError where that is not all there is."""
@@ -294,13 +299,11 @@ class Rounds:
             self._look(self._selection.items())
         if self._begun and (self._rounded or self._flight is not None or self._trained or self._changed):
             raise LocalSGDError("this rank has trained since the last averaging; call synchronize() on all ranks before saving")
-        state = {"num_syncs": torch.tensor(self.count)}
-        if (report := self.report) is not None:
-            numbers = report.numbers()
-            wide = {key: torch.float64 if isinstance(value, float) else torch.int64 for key, value in numbers.items()}
-            state |= {f"report.{key}": torch.tensor(value, dtype=wide[key]) for key, value in numbers.items()}
-        anchors = self._averager.anchors
-        return state if anchors is None else state | anchors.state()
+        state = {"num_syncs": torch.tensor(self.count)} | saved(self.report)
+        if self._begun:
+            anchors = self._averager.anchors
+            return state if anchors is None else state | anchors.state()
+        return state | self._averager.state(self._selection.items(), self._loaded)
 
     def restore(self, state: Mapping[str, torch.Tensor], step: int) -> None:
         """Go on from what `state` gave; the tensors have been loaded."""
@@ -310,8 +313,7 @@ class Rounds:
             if pending is not None:
                 pending.wait(self._control.watch())
         self.count = int(state["num_syncs"])
-        saved: dict[str, Any] = {k.removeprefix("report."): v.item() for k, v in state.items() if k.startswith("report.")}
-        self._pending, self._report = None, SyncReport(**{"device_seconds": None, "backend": ""} | saved) if saved else None
+        self._pending, self._report = None, restored(state)
         self._loaded = state
         if self._begun:
             self._start(step)
@@ -327,7 +329,7 @@ class Rounds:
         """Hold no tensor and no buffer until the next averaging."""
         self._begun = False
         self._worker.stop()
-        self._averager.use_given_group(clean=True)
+        self._averager.groups.use_given(clean=True)
         self._averager.release()
         self._selection.release()
 
@@ -347,7 +349,7 @@ class Rounds:
 
     def _replace_by_mean(self, items: Sequence[Item], outcome: Outcome, place: Place) -> None:
         anchors = self._averager.anchors if self._begun else None
-        if outcome.mode is Mode.VALUES and anchors is not None and outcome.active[self._control.rank]:
+        if outcome.mode is Mode.VALUES and anchors is not None and outcome.active[self._control.replica]:
             self._averager.pour_residual(sum(outcome.active))
         self._pending = self._average(items, outcome, place)
         self._landed(items, outcome, place)
@@ -382,7 +384,8 @@ class Rounds:
             for fragment in range(len(self._equal_at)):
                 if outcome.parts >> fragment & 1:
                     self._equal_at[fragment] = place.step
-            self._rounded = outcome.mode is Mode.WIRE and anchors is not None and anchors.is_lossy
+            lossy = self._begun and any(standing.anchors > 1 for standing in outcome.standings)
+            self._rounded = outcome.mode is Mode.WIRE and lossy
             if outcome.mode is Mode.VALUES and anchors is not None:
                 self._averager.agree()
         self.count += 1

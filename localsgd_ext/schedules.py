@@ -105,10 +105,11 @@ class QSR:
         return max(self.base, math.floor(min(ratio * ratio, float(LONGEST))))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lr": self._last[0]} if self._last else {}
+        return {"lr": self._last[0] if self._last else math.nan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._last[:] = [float(state["lr"])] if "lr" in state else []
+        lr = float(state.get("lr", math.nan))
+        self._last[:] = [] if math.isnan(lr) else [lr]
 
 
 @dataclass(frozen=True)

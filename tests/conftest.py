@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from localsgd_ext import build
 from localsgd_ext.backends import native
 
 from . import ranks
+
+settings.register_profile("no deadline", deadline=None)  # how long an example takes says something about the machine only
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 from localsgd_ext.averager import Averager, Item
 from localsgd_ext.binding import Mode
+from localsgd_ext.groups import Groups
 
 from .groups import LateGroup, failing_group
 from .ranks import run_ranks
@@ -219,7 +220,7 @@ def _gives_up_what_is_in_flight(rank: int) -> None:
         assert bits(tensor) == bits(before)
 
     complete(group.late[0])
-    averager.group = dist.group.WORLD
+    averager.groups = Groups(dist.group.WORLD)
     averager.average(items, step=0, round=1, interval=1)
     buffers = {bucket.buffer.data_ptr() for bucket in averager.bindings[Mode.WIRE].buckets}
     assert buffers.isdisjoint(buffer.data_ptr() for buffer in group.sent), "no buffer is used again"
@@ -248,7 +249,7 @@ def _breaks_midway(rank: int, fail_at: int) -> None:
         changed += int((averaged & ~local).sum())
     assert (changed > 0) == (fail_at > 1)
     assert not averager.bindings, "no view of the tensors is kept after a failure"
-    averager.group = dist.group.WORLD
+    averager.groups = Groups(dist.group.WORLD)
     averager.average(items, step=0, round=1, interval=1)  # and it can average again
 
 
