@@ -180,12 +180,24 @@ class Control:
         """Tell the peers that this rank leaves with `error`, wherever they are, and cut the connections."""
         if self._mesh is None:
             return
+        self._mesh.announce(self._last_words(error).pack())
+        self.close()
+
+    def _last_words(self, error: BaseException) -> _Announcement:
+        assert self._mesh is not None
         # A PeerError of another LocalSGD may name a rank that is no member here.
         if isinstance(error, PeerError) and error.ranks and error.ranks[0] in self.global_ranks:
-            self._mesh.announce(_Announcement(self.global_ranks.index(error.ranks[0]), str(error)).pack())
-        else:
-            self._mesh.announce(_Announcement(self.rank, _first_line(error)).pack())
-        self.close()
+            return _Announcement(self.global_ranks.index(error.ranks[0]), str(error))
+        if not _is_of_a_collective(error):
+            return _Announcement(self.rank, _first_line(error))
+        # One that ranks of a replica have with each other, or of the user's own: whoever failed first may have said so.
+        try:
+            self._mesh.peek()
+        except Urgent as urgent:
+            told = _Announcement.unpack(urgent.payload)
+            if told.culprit >= 0:
+                return _Announcement(told.culprit, str(self._announced(told, urgent.rank)))
+        return _Announcement(-1, _first_line(error))
 
     def close(self) -> None:
         """Cut the connections; the next `enter` makes new ones."""
@@ -287,7 +299,7 @@ class Control:
     def _raise_announced(self, urgent: Urgent) -> NoReturn:
         announcement = _Announcement.unpack(urgent.payload)
         if announcement.culprit < 0:
-            message = f"an averaging broke off on {self.name([urgent.rank])}: {announcement.text}"
+            message = f"a collective broke off on {self.name([urgent.rank])}: {announcement.text}"
             raise self.explain(self._error(PeerError, message, [urgent.rank])) from None
         raise self._announced(announcement, urgent.rank) from None
 
@@ -339,6 +351,11 @@ class _Announcement:
     @classmethod
     def unpack(cls, payload: bytes) -> _Announcement:
         return cls(int.from_bytes(payload[:8], "little", signed=True), payload[8:].decode(errors="ignore"))
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether others may be to blame. Gloo's errors have no type of their own, but say where in its source they were found."""
+    return not isinstance(error, LocalSGDError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def _first_line(error: BaseException) -> str:
