@@ -65,10 +65,16 @@ def names(per_host: int) -> tuple[str, ...]:
 
 
 class Contestant:
-    """A model of its own and the way to keep the hosts' copies together. groups: of two levels, inside a host and between hosts."""
+    """A model of its own and the way to keep the hosts' copies together. groups: of two levels, inside a host and between hosts. ours: options of
+    LocalSGD for a name that is not in the tables above."""
 
     def __init__(
-        self, name: str, text: torch.Tensor, batch: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+        self,
+        name: str,
+        text: torch.Tensor,
+        batch: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        ours: dict[str, Any] | None = None,
     ) -> None:
         # Of the same weights on all hosts: DDP sees to that inside its group only.
         torch.manual_seed(SEED)
@@ -79,8 +85,8 @@ class Contestant:
         self._batch, self._next = batch, 0
         self._after: Callable[[], object] = lambda: None
         # No block is ever left: that would average once more.
-        if (ours := OURS.get(name, OURS_BETWEEN.get(name))) is not None:
-            local_sgd = LocalSGD(None, self._model, INTERVAL, process_group=between, **ours)
+        if (ours := ours or OURS.get(name, OURS_BETWEEN.get(name))) is not None:
+            local_sgd = LocalSGD(None, self._model, process_group=between, **{"local_sgd_steps": INTERVAL} | ours)
             local_sgd.__enter__()
             self._after = local_sgd.step
         elif name == "Accelerate's LocalSGD":

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from .._version import __version__
-from . import demo, doctor
-
-
-class Command(NamedTuple):
-    """A sub-command: its line in --help, the arguments it takes, and what it does with them (giving the exit status)."""
-
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
 
 COMMANDS = {
-    "demo": Command(demo.HELP, demo.add_arguments, demo.run),
-    "doctor": Command(doctor.HELP, doctor.add_arguments, doctor.run),
+    "demo": "train a small GPT with local SGD and with a baseline on this machine, and compare them",
+    "doctor": "show what was found on this machine, and which engine is used and why",
+    "plan": "predict time per step, share of communication and memory for DDP, Accelerate's LocalSGD and this package",
+    "bench": "measure links and averagings between running ranks, and suggest settings (start it with torchrun)",
 }
+"""Each is a module here, which has add_arguments(parser) and run(arguments), giving the exit status. Only the one that is called is imported: torch takes
+longer than some of them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,16 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
-        command.add_arguments(subparser)
+    given = list(sys.argv[1:] if argv is None else argv)
+    command = next((each for each in given if not each.startswith("-")), None)
+    module: Any = None
+    for name, text in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name == command:
+            module = importlib.import_module(f".{name}", __name__)
+            module.add_arguments(subparser)
+            subparser.set_defaults(error=subparser.error)  # for mistakes that only show later
 
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given)
     if args.command is None:
         parser.print_help()
         return 0
     try:
-        return COMMANDS[args.command].run(args)
+        return int(module.run(args))
     except KeyboardInterrupt:
         # The progress bar leaves the cursor in its own line.
         print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)

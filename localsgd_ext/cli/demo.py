@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-HELP = "train a small GPT with local SGD and with a baseline on this machine, and compare them"
 BASELINES = {
     "accelerate": "Accelerate's LocalSGD",
     "ddp": "plain DDP, gradients all-reduced at every step",

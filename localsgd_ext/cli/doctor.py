@@ -22,7 +22,6 @@ from .. import build
 from .._version import __version__
 from ..backends import native
 
-HELP = "show what was found on this machine, and which engine is used and why"
 _CANNOT = (RuntimeError, OSError, ImportError, AssertionError)  # BuildError, a program that does not start, CUDA's refusals
 _WIDTH = 20
 
