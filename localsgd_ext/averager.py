@@ -62,7 +62,8 @@ class Averager:
         self._shadowed = shadowed
         self.bindings: dict[Mode, Binding] = {}
         self.anchors: Anchors | None = None
-        self.sums_in_float16 = False  # whether the last averaging did somewhere
+        # Whether some rank may keep anchors, whatever tensors this one holds.
+        self.may_keep_anchors = outer is not None or wire != "parameter"
 
     def release(self) -> None:
         """Drop the buffers and every view of the tensors, so that their memory can be freed, and of the anchors what can be had again."""
@@ -193,7 +194,6 @@ class Averager:
         seconds = time.perf_counter() - begun
         if mode is not Mode.WIRE:
             self.bindings.pop(mode, None)  # seldom needed
-        self.sums_in_float16 = binding.sums_in_float16
         events = None
         if begin is not None:
             events = begin, torch.cuda.Event(enable_timing=True)

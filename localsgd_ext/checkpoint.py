@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .dtensors import is_spread
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -22,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class AccelerateHooks:
-    """Registered with an Accelerator as long as the LocalSGD lives. rank: in the world, as files are named by it."""
+    """Registered with an Accelerator as long as the LocalSGD lives. rank: in the world, as files are named by it. part: which part of a replica this rank
+    holds, and of how many; None where each rank holds all of it."""
 
-    def __init__(self, local_sgd: LocalSGD, accelerator: Accelerator, rank: int) -> None:
+    def __init__(self, local_sgd: LocalSGD, accelerator: Accelerator, rank: int, part: tuple[int, int] | None = None) -> None:
         self._local_sgd = weakref.ref(local_sgd)
         self._accelerator = accelerator
-        self._rank = rank
+        self._rank, self._part = rank, part
         self._folder: Path | None = None
         self._without = False  # whether the last checkpoint loaded had no state of ours
         for handle in (
@@ -37,11 +36,21 @@ class AccelerateHooks:
             weakref.finalize(local_sgd, handle.remove)
 
     def own_state(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Of a checkpoint that is being loaded: of a model in parts this rank's own, where Accelerate gives it that of the main process."""
-        path = None if self._folder is None else self._folder / f"local_sgd_{self._rank}.bin"
-        if path is None or not path.is_file():
+        """Of a checkpoint that is being loaded, where Accelerate gives the main process's: of a model in parts that of this rank's part."""
+        if self._folder is None or self._part is None:
             return state
-        return torch.load(path, map_location="cpu", weights_only=True)
+        path = self._part_path(self._folder)
+        if path.is_file():
+            return torch.load(path, map_location="cpu", weights_only=True)
+        warnings.warn(
+            f"the checkpoint was not saved by a model in {self._part[1]} parts: what the outer optimizer keeps starts anew",
+            stacklevel=4,
+        )
+        return {key: value for key, value in state.items() if not key.startswith(("anchor.", "momentum.", "outer."))}
+
+    def _part_path(self, folder: str | Path) -> Path:
+        assert self._part is not None
+        return Path(folder) / "local_sgd_part_{}_of_{}.bin".format(*self._part)
 
     def load_optimizers(self) -> None:
         """Give this rank's inner optimizers their own state, after Accelerate has given them rank 0's."""
@@ -76,9 +85,11 @@ class AccelerateHooks:
         if self._is_registered():
             Path(folder).mkdir(parents=True, exist_ok=True)
             torch.save([optimizer.state_dict() for optimizer in self._accelerator._optimizers], self._path(folder))
-            state = local_sgd.state_dict()
-            if any(map(is_spread, state.values())):
-                torch.save(state, Path(folder) / f"local_sgd_{self._rank}.bin")
+            if self._part is not None:
+                # The same in all replicas, which may share the folder or not.
+                path = self._part_path(folder)
+                torch.save(local_sgd.state_dict(), own := path.with_suffix(f".{self._rank}"))
+                own.replace(path)
 
     def _before_load(self, models: list[Any], folder: str) -> None:
         local_sgd = self._local_sgd()

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .averager import Averager
 from .binding import Mode
+from .collectives import Watch
 from .errors import NonFiniteError
 from .items import Item, first_nonfinite
 from .report import PendingReport
@@ -118,16 +118,22 @@ def warn(outcome: Outcome) -> None:
         warnings.warn(outcome.warning, stacklevel=5)
 
 
-def check_average(items: Sequence[Item], pending: PendingReport, averager: Averager, step: int) -> None:
-    """All that went in was finite. Where that need not be so of what came out, look, and raise NonFiniteError."""
-    if not (averager.sums_in_float16 or averager.anchors is not None) or pending.mean_sq.isfinite():
+def check_average(
+    items: Sequence[Item], pending: PendingReport, standings: Sequence[Standing], step: int, watch: Watch
+) -> None:
+    """All that went in was finite. Where that need not be so of what came out, look, and raise NonFiniteError, on all ranks of all replicas alike."""
+    in_float16 = any(standing.float16 for standing in standings)
+    if not (in_float16 or any(standing.anchors for standing in standings)) or pending.is_finite(watch):
         return
-    if (bad := first_nonfinite(items)) >= 0:  # and not just too large to be squared
-        if averager.sums_in_float16:
-            why = "the sum over ranks overflowed float16"
-        else:
-            why = "differences, or the average, are too large for the wire or for the parameters' dtype"
-        raise NonFiniteError(
-            f"the average holds inf or NaN at step {step}, first in {items[bad].name!r}, though all ranks' weights were finite: {why}; "
-            "use a wire of more bits, such as wire='float32'"
-        )
+    bad = first_nonfinite(items)
+    if bad < 0 and not pending.is_in_parts:
+        return  # just too large to be squared
+    where = f"first in {items[bad].name!r}" if bad >= 0 else "on another rank of this replica"
+    if in_float16:
+        why = "the sum over ranks overflowed float16"
+    else:
+        why = "differences, or the average, are too large for the wire or for the parameters' dtype"
+    raise NonFiniteError(
+        f"the average holds inf or NaN at step {step}, {where}, though all ranks' weights were finite: {why}; use a wire of more bits, such as "
+        "wire='float32'"
+    )

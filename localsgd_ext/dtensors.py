@@ -46,6 +46,11 @@ def reshard(model: torch.nn.Module) -> None:
     """Let FSDP2 put the shards in the place of whole parameters that a forward pass has left behind."""
     module: Any
     for module in filter(is_fully_sharded, model.modules()):
+        for params in param_groups(module):
+            if (
+                getattr(params, "_all_gather_result", None) is not None
+            ):  # of unshard(async_op=True), which is still to be waited for
+                params.wait_for_unshard()
         module.reshard()
 
 
@@ -55,3 +60,8 @@ def param_groups(module: Any) -> Sequence[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before torch 2.12
+
+
+def is_sharded(params: Any) -> bool:
+    """Whether such a group is cut into shards, not only replicated."""
+    return hasattr(params.mesh_info, "shard_process_group")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .dtensors import is_fully_sharded, param_groups
+from .dtensors import is_fully_sharded, is_sharded, param_groups
 from .replicas import find_ddp, ranks_of
 
 
@@ -24,6 +24,7 @@ class GradientSync:
         self._no_sync: contextlib.AbstractContextManager[None] | None = None
         self._in_forward = False  # what DDP had planned for its next forward
         self._is_on = True
+        self.was_off = False  # whether ranks ever trained apart
         reach = None  # the ranks that have the same gradients
         if model is not None and group is not None:
             ddp, ours = find_ddp(model), ranks_of(group)
@@ -34,10 +35,11 @@ class GradientSync:
                     if len(each.ranks & ours) > 1:
                         self._hybrid.append(each)
                         reach = each.ranks if reach is None else reach & each.ranks
-            # Whether ranks ever trained apart.
-            self.was_off = reach is not None and not ours <= reach
-        else:
-            self.was_off = False
+            ids = {id(parameter) for each in self._hybrid for parameter in each.parameters()}
+            if self._ddp is None and any(id(p) not in ids for p in model.parameters() if p.requires_grad):
+                reach = None  # what is beside FSDP2 is not kept equal by it
+            there = self._ddp is not None or bool(self._hybrid)
+            self.was_off = there and (reach is None or not ours <= reach)
 
     def keeps_equal(self) -> bool:
         """Whether ranks are equal after a step in which it is on. Once they have trained apart their optimizers' states differ, and equal
@@ -76,8 +78,12 @@ class _Hybrid:
     def __init__(self, params: Any) -> None:
         self._params = params
         group = getattr(params.mesh_info, "replicate_process_group", None)
-        self.ranks = set() if group is None or not _is_sharded(params.mesh_info) else ranks_of(group)
+        self.ranks = set() if group is None or not is_sharded(params) else ranks_of(group)
         self._hybrid: Any = None  # while it is off
+
+    def parameters(self) -> list[torch.Tensor]:
+        """As the module has them between its forward passes."""
+        return [each.sharded_param for each in self._params.fsdp_params]
 
     def set(self, on: bool) -> None:
         """What the forward pass leaves gathered belongs to the same shards: only gradients go another way."""
@@ -94,10 +100,6 @@ class _Hybrid:
         if self._params.post_forward_mesh_info is self._params.mesh_info:
             self._params.post_forward_mesh_info = info
         self._params.mesh_info = info
-
-
-def _is_sharded(info: Any) -> bool:
-    return hasattr(info, "shard_process_group")
 
 
 def _sharded_only(hybrid: type) -> type:

@@ -171,7 +171,7 @@ class LocalSGD:
             overlap_steps > 0,
         )
         if accelerator is not None:
-            self._hooks = AccelerateHooks(self, accelerator, dist.get_rank())
+            self._hooks = AccelerateHooks(self, accelerator, dist.get_rank(), replicas.part)
         self._gradient_sync = GradientSync(model, group)
 
     def __enter__(self) -> LocalSGD:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 import weakref
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from .dtensors import is_spread, local_part, reshard
+from .dtensors import is_fully_sharded, is_sharded, is_spread, local_part, param_groups, reshard
 from .errors import LocalSGDError
 from .items import Item, averageable
 from .layout import Rule
@@ -58,6 +59,11 @@ def check_parts(model: torch.nn.Module) -> None:
             raise LocalSGDError(
                 f"the DDP model is a part ({name!r}) of what was passed, so its gradient sync would stay on; pass the DDP model itself"
             )
+        if is_fully_sharded(module) and any(not is_sharded(params) for params in param_groups(module)):
+            raise NotImplementedError(
+                f"module {name!r} went through replicate(), whose gradient sync cannot be switched off; use DistributedDataParallel, or fully_shard "
+                "on a mesh of replicas x shards"
+            )
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             raise NotImplementedError(f"LocalSGD does not work with FSDP: {_REFUSED['FSDP']}")
     for name, parameter in inner.named_parameters():
@@ -69,13 +75,20 @@ def is_distributed(accelerator: Any) -> bool:
     """Whether there may be other ranks. Without an Accelerator torch.distributed says so.
 
     Raises LocalSGDError where a launcher started several processes that were never joined into a process group: each would
-    train alone, unnoticed.
+    train alone, unnoticed. With an Accelerator, which chose to, it warns.
     """
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
     if accelerator is not None:
-        return _kind(accelerator) != "NO"
+        if (alone := _kind(accelerator) == "NO") and launched > 1:
+            warnings.warn(
+                f"WORLD_SIZE is {launched}, but Accelerate runs each process alone (DistributedType.NO), so nothing is averaged; on CPUs make an "
+                "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=1",
+                stacklevel=3,
+            )
+        return not alone
     if dist.is_available() and dist.is_initialized():
         return True
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if launched > 1:
         raise LocalSGDError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() before making a LocalSGD without an Accelerator"

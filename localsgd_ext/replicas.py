@@ -29,6 +29,11 @@ class Replicas:
         self._mesh = mesh
         self._all_cut = frozenset() if mesh is None else mesh.away(self.inside)
 
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Which part of its replica this rank holds, counted from 0, and of how many; None where it holds all of it."""
+        return None if self._mesh is None else (self.inside.index(dist.get_rank()), len(self.inside))
+
     def holders(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Which ranks of this replica hold the same part of this tensor, with this rank, sorted; empty where it is this rank alone."""
         if len(self.inside) == 1:
@@ -58,12 +63,15 @@ def find_replicas(model: torch.nn.Module, group: dist.ProcessGroup | None, accel
         beside = set() if ddp is None else ranks_of(ddp.process_group)
         return Replicas(group, sorted(beside) if beside & ranks_of(group) == {dist.get_rank()} else ())
     mesh = _Grid(max((_root(t.device_mesh) for t in spread), key=lambda each: each.size()))
-    inside = mesh.alike(frozenset().union(*map(mesh.cut, spread)))
+    cut = frozenset().union(*map(mesh.cut, spread))
     if group is None:
-        group = _of_accelerator(accelerator) or mesh.only_group(mesh.away(inside))
+        group = _of_accelerator(accelerator) or mesh.only_group(cut)
     group = resolve_group(group)
     assert group is not None
-    if others := sorted((ranks_of(group) & set(inside)) - {dist.get_rank()}):
+    # With those that FSDP reduces gradients with at every step, if it does so along more dimensions than those that cut.
+    reduced = frozenset().union(*(mesh.away(t.device_mesh.mesh.flatten().tolist()) for t in spread))
+    inside = mesh.alike(cut | (reduced - mesh.away(ranks_of(group) & mesh.ranks)))
+    if others := sorted((ranks_of(group) & set(mesh.alike(cut))) - {dist.get_rank()}):
         raise LocalSGDError(
             f"rank {dist.get_rank()} was asked to average with {others}, which hold other parts of the same replica of the model; process_group "
             "must have one rank of each replica: those that hold the same part"
@@ -132,6 +140,7 @@ class _Grid:
         places = itertools.product(*map(range, ranks.shape))
         self._place = dict(zip(ranks.flatten().tolist(), places, strict=True))
         self._mine = self._place[dist.get_rank()]
+        self.ranks = set(self._place)
         self._known: dict[tuple[Any, Any], frozenset[int]] = {}
 
     def cut(self, tensor: torch.Tensor) -> frozenset[int]:

@@ -87,6 +87,18 @@ class PendingReport:
             wait(self.work, watch if self.watched else None)
             self.work = None
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether ranks of a replica hold different parts of the model."""
+        return self.totals.numel() > 1
+
+    def is_finite(self, watch: Watch | None = None) -> bool:
+        """Whether the average is, of all parts; waits for the device and, of a model in parts, for the other ranks."""
+        if not self.is_in_parts:
+            return bool(self.mean_sq.isfinite())
+        self.wait(watch)
+        return bool(self.totals[1].isfinite())
+
     def result(self, watch: Watch | None = None) -> SyncReport:
         """The finished report; its numbers are read from the device here."""
         self.wait(watch)

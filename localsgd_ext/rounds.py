@@ -115,7 +115,7 @@ class Rounds:
     def rebase(self, place: Place) -> None:
         """The ranks have trained in step, without averagings: where they are now, their next differences begin."""
         self._equal_at = [place.step] * len(self._equal_at)
-        if self._averager.anchors is not None:
+        if self._averager.may_keep_anchors:  # whether this rank does: its part of the model may be empty
             self.begin(place)
 
     def agree(self, place: Place, equal: bool = False) -> None:
@@ -228,7 +228,7 @@ class Rounds:
         """Of this rank, save whether its weights are finite. Makes sure that the tensors are bound."""
         self.settle()
         # Outside a block nothing is agreed on that differences could be taken to.
-        layout = self._averager.bind(items, Mode.WIRE if self._begun else Mode.VALUES).layout
+        binding = self._averager.bind(items, Mode.WIRE if self._begun else Mode.VALUES)
         anchors = self._averager.anchors
         agreed = self._begun and (anchors is None or anchors.agreed)
         anchor = anchors.fingerprint() if self._checks and anchors is not None and agreed else 0
@@ -236,8 +236,8 @@ class Rounds:
             self._look(items)
         parts = parts if call is Call.STEP else self._everything
         kept = 0 if anchors is None else 1 + anchors.is_lossy
-        standing = Standing(call, self._trained, self._changed, -1, *place, parts, layout, agreed, anchor, following)
-        return standing._replace(replica=self._control.replica, anchors=kept)
+        standing = Standing(call, self._trained, self._changed, -1, *place, parts, binding.layout, agreed, anchor, following)
+        return standing._replace(replica=self._control.replica, anchors=kept, float16=binding.sums_in_float16)
 
     def _meet(self, own: Standing, items: Sequence[Item]) -> Outcome:
         with span("handshake"):
@@ -396,4 +396,5 @@ class Rounds:
         else:
             self._trained, self._changed = trained & ~outcome.parts, changed & ~outcome.parts
         if self._nonfinite != "ignore" and self._pending is not None:
-            check_average(items, self._pending, self._averager, place.step)
+            with self._control.blaming():
+                check_average(items, self._pending, outcome.standings, place.step, self._control.watch())

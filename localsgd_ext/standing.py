@@ -36,7 +36,7 @@ class Standing(NamedTuple):
     trained, changed: the fragments, as bits, whose weights and whose buffers have changed since their last averaging. bad: number of the first
     parameter that holds NaN or inf, else -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
     parts: the fragments that are to be averaged. replica: the one that the rank belongs to, a number. anchors: 2 where differences to anchors travel and rounding drops
-    some of them, 1 where it drops nothing, else 0.
+    some of them, 1 where it drops nothing, else 0. float16: whether sums are taken in it, in which they may overflow.
     layout: see `Binding`. agreed: whether differences to what the ranks last agreed on can be sent. anchor: fingerprint of its anchors, where these are to be checked. following: local steps that its schedule gives
     the next round. taken: whether what is to be averaged was taken, and training goes on meanwhile.
     """
@@ -56,6 +56,7 @@ class Standing(NamedTuple):
     taken: int = 0
     replica: int = 0
     anchors: int = 0
+    float16: int = 0
 
     def news(self, parts: int) -> News:
         """Of these fragments."""
@@ -70,7 +71,7 @@ class Standing(NamedTuple):
         return cls(_CALLS[call], *rest)
 
 
-_STANDING = struct.Struct("<15q")
+_STANDING = struct.Struct("<16q")
 _CALLS = tuple(Call)
 
 MAX_FRAGMENTS = 62

@@ -58,6 +58,15 @@ def test_kinds_of_training_that_cannot_be_averaged(kind: str, instead: str | Non
             LocalSGD(accelerator, nn.Linear(1, 1), 8, enabled)
 
 
+def test_processes_that_accelerate_runs_alone_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator: Any = SimpleNamespace(distributed_type="NO")
+    LocalSGD(accelerator, nn.Linear(1, 1), 8)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2, but Accelerate runs each process alone"):
+        LocalSGD(accelerator, nn.Linear(1, 1), 8)
+    LocalSGD(accelerator, nn.Linear(1, 1), 8, enabled=False)
+
+
 def _fsdp(rank: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
