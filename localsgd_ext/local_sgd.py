@@ -21,7 +21,7 @@ from .gradient_sync import GradientSync
 from .items import check_in_place
 from .outer import Outer, check_outer
 from .replicas import find_replicas
-from .report import SyncReport
+from .report import SyncReport, saved
 from .rounds import Place, Rounds
 from .schedules import Schedule, as_schedule, checked_interval, fragments_due, lasting, may_return_to_0
 from .standing import Call, Standing
@@ -153,21 +153,15 @@ class LocalSGD:
         group = replicas.group
         backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
         options = {
-            "wire": wire,
-            "outer": described_outer,
-            "buffers": buffers,
-            "nonfinite": nonfinite,
-            "count": count,
-            "bucket_mb": bucket_mb,
-            "fragments": fragments,
-            "overlap_steps": overlap_steps,
-        }
+            "wire": wire, "outer": described_outer, "buffers": buffers, "nonfinite": nonfinite, "count": count, "bucket_mb": bucket_mb,
+            "fragments": fragments, "overlap_steps": overlap_steps, "version of localsgd_ext": __version__,
+        }  # fmt: skip
         self._rounds = Rounds(
             self._selection,
             Averager(group, wire, backend, bucket_mb, outer, home, fragments, overlap_steps > 0),
             Control(group, timeout, replicas.inside),
             nonfinite,
-            {"version of localsgd_ext": __version__, **options},
+            options,
             overlap_steps > 0,
         )
         if accelerator is not None:
@@ -203,6 +197,7 @@ class LocalSGD:
                     self._rounds.fail(exc)
                 else:
                     self._finish()
+                    self._rebase_in_step()
                     # Ranks may have counted different numbers of steps. They go on from the same place, so that the schedule gives all
                     # of them the same rounds.
                     self.num_steps, self._interval, phase = self._rounds.serve(self._place)
@@ -287,8 +282,14 @@ class LocalSGD:
         self._check_not_lent("synchronize")
         self._finish()
         with self._perhaps_outside(self._rounds):
+            self._rebase_in_step()
             self._rounds.average(Call.SYNCHRONIZE, self._place)
             return self._rounds.report
+
+    def _rebase_in_step(self) -> None:
+        """Steps of synchronous training are no progress for an outer optimizer: what ranks hold after them is what they agree on."""
+        if self._rounds is not None and self._inside and self._interval == 0 and self._gradient_sync.keeps_equal():
+            self._rounds.rebase(self._place)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[SyncReport | None]:
@@ -318,7 +319,7 @@ class LocalSGD:
         `accelerator.save_state()` see to both, and save every rank's own inner optimizer besides. Raises LocalSGDError inside the block if this rank
         has trained since the last averaging: call synchronize() on all ranks before.
         """
-        state = {} if self._rounds is None else self._rounds.state()
+        state = {"num_syncs": torch.tensor(0)} | saved(None) if self._rounds is None else self._rounds.state()
         state |= {"num_steps": torch.tensor(self.num_steps), "phase": torch.tensor(self._place.phase)}
         state["was_local"] = torch.tensor(self._gradient_sync.was_off)
         state["interval"] = torch.tensor(-1 if self._interval is None else self._interval)

@@ -116,7 +116,10 @@ class Rounds:
         """The ranks have trained in step, without averagings: where they are now, their next differences begin."""
         self._equal_at = [place.step] * len(self._equal_at)
         if self._averager.may_keep_anchors:  # whether this rank does: its part of the model may be empty
+            self._look(self._selection.items())
+            changed = self._changed  # buffers are each rank's own
             self.begin(place)
+            self._changed = changed
 
     def agree(self, place: Place, equal: bool = False) -> None:
         """Make sure that all ranks hold the same tensors and options. equal: see `begin`."""
@@ -227,7 +230,6 @@ class Rounds:
     def _standing(self, call: Call, place: Place, following: int, parts: int, items: Sequence[Item]) -> Standing:
         """Of this rank, save whether its weights are finite. Makes sure that the tensors are bound."""
         self.settle()
-        # Outside a block nothing is agreed on that differences could be taken to.
         binding = self._averager.bind(items, Mode.WIRE if self._begun else Mode.VALUES)
         anchors = self._averager.anchors
         agreed = self._begun and (anchors is None or anchors.agreed)
@@ -319,7 +321,6 @@ class Rounds:
             self._start(step)
 
     def _drop(self, flight: Flight[Outcome]) -> None:
-        """It was abandoned."""
         if not flight.ended(JOIN_SECONDS):
             self._worker = Worker()  # the old one may never end
         elif not flight.has_failed and (pending := flight.land().pending) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import QSR, DriftTarget, Every, LocalSGD, Warmup
+from localsgd_ext import QSR, DiLoCo, DriftTarget, Every, LocalSGD, Warmup
 from localsgd_ext.schedules import LONGEST, fragments_due, lasting
 
 from .ranks import run_ranks
@@ -62,6 +63,51 @@ def _cosine(rank: int) -> list[tuple[int, int]]:
                 # Not rounded: a run that goes on from a checkpoint must see it fall as this one does.
                 assert local_sgd.state_dict()["schedule.lr"].item() == optimizer.param_groups[0]["lr"]
     return seen
+
+
+def _asked_in_a_warm_up(rank: int, leaves: bool) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers is called something else now
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)), broadcast_buffers=False)
+    twin = DistributedDataParallel(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)), broadcast_buffers=False)
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, twin)]
+    with LocalSGD(None, model, Warmup(20, then=8), outer=DiLoCo()) as local_sgd:
+        for step in range(10):
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                each(values((4, 7), torch.float32, step, rank)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            local_sgd.step()
+            if step % 3 == 0 and not leaves:
+                local_sgd.synchronize()
+                assert local_sgd.state_dict()["num_steps"] == step + 1, "it can be saved"
+            assert bits(model.module[0].weight) == bits(twin.module[0].weight)
+    assert bits(model.module[0].weight) == bits(twin.module[0].weight)
+    means = model.module[1].running_mean.clone()
+    torch.distributed.broadcast(means, 0)
+    assert bits(means) == bits(model.module[1].running_mean), "statistics, which ranks had of their own, agree"
+    assert bits(means) != bits(twin.module[1].running_mean)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_synchronous_steps_are_no_progress_for_an_outer_optimizer(leaves: bool) -> None:
+    """Neither when an averaging is asked for in a warm-up, nor when the block ends in it."""
+    run_ranks(_asked_in_a_warm_up, 2, leaves)
+
+
+def _alone_then_together(rank: int) -> None:
+    alone = LocalSGD(None, nn.Linear(2, 2), 4, process_group=torch.distributed.new_subgroups(1)[0])
+    with alone:
+        for _ in range(3):
+            alone.step()
+    local_sgd = LocalSGD(None, nn.Linear(2, 2), 4)
+    local_sgd.load_state_dict(alone.state_dict())
+    assert (local_sgd.num_steps, local_sgd.num_syncs, local_sgd.report) == (3, 0, None)
+
+
+def test_the_state_of_a_single_process_is_as_good() -> None:
+    run_ranks(_alone_then_together, 2)
 
 
 def test_qsr_follows_its_formula_along_a_cosine() -> None:
