@@ -22,9 +22,9 @@ from .items import check_in_place
 from .outer import Outer, check_outer
 from .replicas import find_replicas
 from .report import SyncReport, saved
-from .rounds import Place, Rounds
+from .rounds import Rounds
 from .schedules import Schedule, as_schedule, checked_interval, fragments_due, lasting, may_return_to_0
-from .standing import Call, Standing
+from .standing import Call, Place, Standing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,18 +19,10 @@ from .errors import LocalSGDError
 from .items import Item, first_nonfinite, values_after, version
 from .models import Selection
 from .report import PendingReport, SyncReport, restored, saved, span
-from .standing import Call, Standing
+from .standing import Call, Place, Standing
 
 CHECK = "LOCALSGD_EXT_CHECK"
 """Set to 1, makes every handshake compare the anchors of all ranks, bit by bit. Slow: for debugging."""
-
-
-class Place(NamedTuple):
-    """Where a rank is in its schedule: counted steps, local steps of the current round, and how many of them are done."""
-
-    step: int
-    interval: int
-    phase: int
 
 
 class Rounds:
@@ -54,7 +45,7 @@ class Rounds:
         self._averager = averager
         self._control = control
         self._checks = os.environ.get(CHECK, "") not in ("", "0")
-        self._rounded = False  # whether the last averaging has dropped something, which is still to be sent
+        self.is_unsent = False  # whether the last averaging has dropped something, which is still to be sent
         self._nonfinite = nonfinite
         self._options = options
         self._pending: PendingReport | None = None
@@ -86,6 +77,11 @@ class Rounds:
             with self._control.blaming():
                 self._pending.wait(self._control.watch())
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has trained since the last averaging, as far as step() told."""
+        return bool(self._trained or self._changed or self._flight is not None)
+
     def stepped(self) -> None:
         """This rank has trained."""
         self._trained = self._everything
@@ -108,7 +104,7 @@ class Rounds:
                 anchors.load(self._loaded)
         self._loaded = None
         self._begun = True
-        self._rounded = False
+        self.is_unsent = False
         self._equal_at = [step] * len(self._equal_at)
         self._note_version(items)
 
@@ -249,7 +245,7 @@ class Rounds:
             items,
             self._control.global_ranks,
             self._nonfinite,
-            self._rounded,
+            self.is_unsent,
             self._overlaps,
             self._everything,
         )
@@ -299,7 +295,7 @@ class Rounds:
         """What goes on from here, by name, the same on every rank. Raises LocalSGDError where that is not all there is."""
         if self._begun:
             self._look(self._selection.items())
-        if self._begun and (self._rounded or self._flight is not None or self._trained or self._changed):
+        if self._begun and (self.is_unsent or self.has_news):
             raise LocalSGDError("this rank has trained since the last averaging; call synchronize() on all ranks before saving")
         state = {"num_syncs": torch.tensor(self.count)} | saved(self.report)
         if self._begun:
@@ -386,7 +382,7 @@ class Rounds:
                 if outcome.parts >> fragment & 1:
                     self._equal_at[fragment] = place.step
             lossy = self._begun and any(standing.anchors > 1 for standing in outcome.standings)
-            self._rounded = outcome.mode is Mode.WIRE and lossy
+            self.is_unsent = outcome.mode is Mode.WIRE and lossy
             if outcome.mode is Mode.VALUES and anchors is not None:
                 self._averager.agree()
         self.count += 1

@@ -30,6 +30,14 @@ class News(enum.IntEnum):
     WEIGHTS = 2
 
 
+class Place(NamedTuple):
+    """Where a rank is in its schedule: counted steps, local steps of the current round, and how many of them are done."""
+
+    step: int
+    interval: int
+    phase: int
+
+
 class Standing(NamedTuple):
     """What one rank says of itself in a handshake.
 

@@ -1,0 +1,1 @@
+"""Callbacks for training loops of other packages, each imported only when asked for: `transformers` and `lightning`."""

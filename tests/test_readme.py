@@ -1,0 +1,58 @@
+"""The pages of README's "How to": each one's commands run as they are printed, in an empty folder, in the order of the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+HOW_TO = README[README.index("\n## How to") : README.index("\n## What differs")]
+PAGES = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", HOW_TO, re.MULTILINE | re.DOTALL))
+FILES = {name: text for text, name in re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```", HOW_TO, re.MULTILINE | re.DOTALL)}
+NEEDS = {"hf_trainer.py": "transformers", "lightning_module.py": "lightning", "replica.py": "torchft"}
+FAILS = "When it says PeerError"
+COMMANDS = [page for page, text in PAGES.items() if "```sh" in text]
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_a_page_runs_as_printed(page: str, tmp_path: Path) -> None:
+    commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL))
+    for file, package in NEEDS.items():
+        if file in commands and importlib.util.find_spec(package) is None:
+            pytest.skip(f"NOT RUN: {package} is not installed")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    # What installing makes of it, where the tests run from a clone alone.
+    script = tmp_path / "bin" / "localsgd-ext"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m localsgd_ext "$@"\n')
+    script.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(script.parent)]),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    said = done.stdout + done.stderr
+    if page == FAILS:
+        assert done.returncode != 0
+        assert "PeerError: rank 1 failed: ValueError: a bad batch" in said
+        return
+    assert done.returncode == 0, said
+    if page == "Save and resume":
+        assert re.findall(r"^step (\d+):", said, re.MULTILINE) == ["64", "128"]
+
+
+def test_every_file_and_page_is_found() -> None:
+    assert {"train.py", "sharded.py", "hf_trainer.py", "lightning_module.py"} <= set(FILES)
+    assert len(COMMANDS) >= 7
