@@ -2,7 +2,7 @@
 
     python -m benchmarks.planned [--mbit 100 1000 0] [--rounds 3] [--batch 6] [--json FILE]
 
-Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`; 0 Mbit/s: a link that is not slowed down) first measure the link, then
+Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`; 0 Mbit/s: both processes on one host, over loopback) first measure the link, then
 train the demo's GPT in every setting by turns of 32 steps. The time of a local step is that of the turns without communication. Predicted and measured are steps per second, as
 medians over the turns.
 """
@@ -67,9 +67,7 @@ def train_all(rounds: int, batch: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--mbit", type=float, nargs="+", default=[100, 1000, 0], help="rates of each host's link; 0: not slowed down"
-    )
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100, 1000, 0], help="rates of each host's link; 0: loopback")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=6, help="windows per process and step")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -79,11 +77,11 @@ def main() -> None:
     command = [sys.executable, "-c", f"from benchmarks.planned import train_all; train_all({options.rounds}, {options.batch})"]
     result: dict[str, Any] = {**machine(), "rounds": options.rounds, "batch": options.batch, "mbit": {}}
     for mbit in options.mbit:
-        with Hosts(2, mbit or None) as hosts:
+        with Hosts(2, mbit) if mbit else Hosts(1, per_host=2) as hosts:
             found = json.loads(hosts.run(command).splitlines()[-1])
         result["mbit"][f"{mbit:g}"] = found
         print(
-            f"\n{f'{mbit:g} Mbit/s' if mbit else 'not slowed down'}; {found['step_seconds'] * 1e3:.0f} ms a step alone",
+            f"\n{f'{mbit:g} Mbit/s' if mbit else 'loopback'}; {found['step_seconds'] * 1e3:.0f} ms a step alone",
             flush=True,
         )
         print(f"  {'steps per second':20}{'predicted':>10}{'measured':>10}{'ratio':>8}")

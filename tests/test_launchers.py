@@ -47,6 +47,8 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+pytestmark = pytest.mark.xdist_group("launchers")
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision=no", "--dynamo_backend=no"]
 

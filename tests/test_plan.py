@@ -181,7 +181,7 @@ def test_bench_without_a_launcher_says_how() -> None:
 
 def test_bench_under_torchrun_feeds_plan(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "localsgd_ext")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "localsgd_ext")
     options = (
         "--mb",
         1,

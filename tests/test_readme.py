@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("launchers")  # torchrun has one port
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 HOW_TO = README[README.index("\n## How to") : README.index("\n## What differs")]
 PAGES = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", HOW_TO, re.MULTILINE | re.DOTALL))
