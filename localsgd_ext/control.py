@@ -103,7 +103,7 @@ class Control:
         differing = self._differing([standing.anchor for standing in standings])
         if differing and all(standing.agreed for standing in standings):
             raise LocalSGDError(
-                f"the anchors of {self.name(differing)} differ from those of {self.first(differing)} at step {own.step}: what one of them received or "
+                f"the anchors of {self.name(differing)} differ from {self.first(differing)}'s at step {own.step}: what one of them received or "
                 "computed is not what the others did; go on from the last checkpoint, and report this"
             )
         return standings
