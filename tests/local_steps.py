@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +52,12 @@ def states(local_sgd: LocalSGD) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def everything(model: nn.Module) -> bytes:
     return b"".join(bits(tensor) for tensor in model.state_dict().values())
+
+
+def check_resumed(whole: Sequence[Any], resumed: Sequence[Any]) -> None:
+    """whole, resumed: for both ranks the ends of each run, weights first, then the rank's own optimizer."""
+    for mine, others, again, others_again in zip(*whole, *resumed, strict=True):
+        for was, now in zip(mine + others, again + others_again, strict=True):
+            assert now == was
+        assert mine[0] == others[0], "the same weights"
+        assert mine[1] != others[1], "optimizers of their own"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Sequence
 
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -72,11 +73,7 @@ def spoken_seconds(value: float) -> str:
 
 def spoken_bytes(value: float) -> str:
     """Likewise."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{_three(value)} {unit}"
-        value /= 1000
-    return f"{_three(value)} TB"
+    return _scaled(value, ("B", "kB", "MB", "GB", "TB"))
 
 
 def spoken_rate(bytes_per_second: float) -> str:
@@ -87,11 +84,12 @@ def spoken_rate(bytes_per_second: float) -> str:
 
 def spoken_count(value: float) -> str:
     """Likewise."""
-    for unit in ("", " k", " M", " B"):
-        if value < 1000:
-            return f"{_three(value)}{unit}"
-        value /= 1000
-    return f"{_three(value)} T"
+    return _scaled(value, ("", "k", "M", "B", "T")).rstrip()
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    place = min(len(units) - 1, max(0, math.floor(math.log10(value) / 3))) if value >= 1 else 0
+    return f"{_three(value / 1000**place)} {units[place]}"
 
 
 def _three(value: float) -> str:
