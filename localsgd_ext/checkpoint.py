@@ -81,7 +81,7 @@ class AccelerateHooks:
             self._accelerator._custom_objects.append(local_sgd)
             self._without = False
         if local_sgd.is_inside:
-            local_sgd.synchronize()  # in place, so that the weights already gathered are the averaged ones
+            local_sgd.settle()  # in place, so that the weights already gathered are the averaged ones
         if self._is_registered():
             Path(folder).mkdir(parents=True, exist_ok=True)
             torch.save([optimizer.state_dict() for optimizer in self._accelerator._optimizers], self._path(folder))

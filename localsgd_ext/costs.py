@@ -193,9 +193,11 @@ def memory_bytes(job: Job, setting: Setting) -> float:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Through two measurements; never falling, and never below 0 at no bytes."""
+    """Through two measurements; never below 0 at no bytes. Where the larger took no longer, in proportion to it: noise, which is not to make any size free."""
     (small, large), (less, more) = sizes, seconds
-    each = max(0.0, (more - less) / (large - small))
+    if more <= less:
+        return 0.0, more / large
+    each = min((more - less) / (large - small), more / large)
     return max(0.0, less - each * small), each
 
 

@@ -66,7 +66,7 @@ def _active(standings: Sequence[Standing], common: Call, parts: int, rounded: bo
     if most is not News.NOTHING:
         return _replicas(standings, [standing.news(parts) is most for standing in standings])
     # Asked for, though nothing was seen to change; or the last averaging left something unsent.
-    asked = common in (Call.SYNCHRONIZE, Call.AVERAGED) or (common is Call.EXIT and rounded)
+    asked = common in (Call.SYNCHRONIZE, Call.AVERAGED) or (common in (Call.SETTLE, Call.EXIT) and rounded)
     return _replicas(standings, [asked and standing.call is common for standing in standings])
 
 

@@ -15,7 +15,7 @@ _Ranks = tuple[int, ...]
 _Made = dict[_Ranks, list[dist.ProcessGroup]]
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
-"""By the group that averages, and by their ranks: groups of all ranks of all replicas, where there is no such group yet."""
+"""By the group that averages, and by their ranks: groups of all ranks of all replicas."""
 
 _idle: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
 """Likewise: groups of their own that nobody uses now. torch keeps them to the end anyway."""
@@ -36,20 +36,27 @@ class Groups:
         """These are all ranks of all replicas."""
         self._ranks = tuple(sorted(ranks))
 
+    def shared(self) -> str:
+        """Name of the group that `include` will use, where it is another than the given one: all ranks have to come to the same."""
+        if len(self._ranks) == self._given.size():
+            return ""
+        made = _shared.get(self._given, {}).get(self._ranks)
+        return made[0].group_name if made else "a new one"
+
     def include(self, timeout: timedelta) -> None:
-        """Have a group of all of them. To be called by all of them."""
+        """Have a group of all of them. To be called by all of them.
+
+        Not the world: if an averaging is interrupted, sums that only some ranks have begun stay in its group, and nobody can have another world.
+        """
         if self._own:
             return
         if len(self._ranks) == self._given.size():
             self.everyone = self._given
-        elif len(self._ranks) == dist.get_world_size() and dist.get_backend_config() == dist.get_backend_config(self._given):
-            assert dist.group.WORLD is not None
-            self.everyone = dist.group.WORLD
-        else:
-            made = _shared.setdefault(self._given, {}).setdefault(self._ranks, [])
-            if not made:
-                made.append(self._new(self._ranks, timeout))
-            self.everyone = made[0]
+            return
+        made = _shared.setdefault(self._given, {}).setdefault(self._ranks, [])
+        if not made:
+            made.append(self._new(self._ranks, timeout))
+        self.everyone = made[0]
 
     def own(self) -> tuple[str, str]:
         """Names of the groups that `use_own` will use, for averaging and for everyone: their ranks have to come to the same."""

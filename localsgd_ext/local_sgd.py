@@ -156,14 +156,9 @@ class LocalSGD:
             "wire": wire, "outer": described_outer, "buffers": buffers, "nonfinite": nonfinite, "count": count, "bucket_mb": bucket_mb,
             "fragments": fragments, "overlap_steps": overlap_steps, "version of localsgd_ext": __version__,
         }  # fmt: skip
-        self._rounds = Rounds(
-            self._selection,
-            Averager(group, wire, backend, bucket_mb, outer, home, fragments, overlap_steps > 0),
-            Control(group, timeout, replicas.inside),
-            nonfinite,
-            options,
-            overlap_steps > 0,
-        )
+        averager = Averager(group, wire, backend, bucket_mb, outer, home, fragments, overlap_steps > 0)
+        control = Control(group, timeout, replicas.inside)
+        self._rounds = Rounds(self._selection, averager, control, nonfinite, options, overlap_steps > 0)
         if accelerator is not None:
             self._hooks = AccelerateHooks(self, accelerator, dist.get_rank(), replicas.part)
         self._gradient_sync = GradientSync(model, group)
@@ -171,7 +166,7 @@ class LocalSGD:
     def __enter__(self) -> LocalSGD:
         if self._inside:
             raise LocalSGDError(
-                "this LocalSGD was entered again inside its own `with` block; leave the block first, or make another instance"
+                "this LocalSGD was entered again inside its own `with` block; leave that first, or make another one"
             )
         if self.enabled:
             if self._interval is None:
@@ -198,8 +193,7 @@ class LocalSGD:
                 else:
                     self._finish()
                     self._rebase_in_step()
-                    # Ranks may have counted different numbers of steps. They go on from the same place, so that the schedule gives all
-                    # of them the same rounds.
+                    # Ranks may have counted different numbers of steps: they go on from the same place, to the same rounds.
                     self.num_steps, self._interval, phase = self._rounds.serve(self._place)
                     self._round_began = self.num_steps - phase
         except BaseException as error:
@@ -234,7 +228,7 @@ class LocalSGD:
             if parts := fragments_due(self._interval, self._place.phase, self._fragments):
                 self._round_or_part(parts)
         if applied:
-            # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it on leaving.
+            # Only here is no `accumulate` holding its own no_sync, which would undo ours or be undone by it.
             self._gradient_sync.set(on=self._interval == 0)
 
     def _round_or_part(self, parts: int) -> None:
@@ -277,14 +271,20 @@ class LocalSGD:
 
     def synchronize(self) -> SyncReport | None:
         """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with."""
-        if self._rounds is None:
-            return None
-        self._check_not_lent("synchronize")
-        self._finish()
-        with self._perhaps_outside(self._rounds):
-            self._rebase_in_step()
-            self._rounds.average(Call.SYNCHRONIZE, self._place)
-            return self._rounds.report
+        return self._average_now(Call.SYNCHRONIZE)
+
+    def settle(self) -> SyncReport | None:
+        """As synchronize(), but nothing is sent where all ranks have averaged all there is."""
+        return self._average_now(Call.SETTLE)
+
+    def _average_now(self, call: Call) -> SyncReport | None:
+        if self._rounds is not None:
+            self._check_not_lent(call.name.lower())
+            self._finish()
+            with self._perhaps_outside(self._rounds):
+                self._rebase_in_step()
+                self._rounds.average(call, self._place)
+        return self.report
 
     def _rebase_in_step(self) -> None:
         """Steps of synchronous training are no progress for an outer optimizer: what ranks hold after them is what they agree on."""
@@ -336,8 +336,7 @@ class LocalSGD:
         if "num_steps" not in state:
             warnings.warn("this state dict holds no state of LocalSGD: its counters and momentum start anew", stacklevel=2)
             return
-        if self._hooks is not None:
-            state = self._hooks.own_state(state)
+        state = state if self._hooks is None else self._hooks.own_state(state)
         self.num_steps = int(state["num_steps"])
         self._round_began = self.num_steps - int(state["phase"])
         interval = int(state.get("interval", torch.tensor(-1)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from .dtensors import is_spread, reshard
@@ -17,6 +18,9 @@ from .errors import LocalSGDError
 
 REPLICATE_DIM = "dp_replicate"
 """What Accelerate calls that dimension of its device mesh."""
+
+_calls = itertools.count()
+"""Of host_groups(), as many on every rank."""
 
 
 class Replicas:
@@ -119,10 +123,16 @@ def host_groups(local_world_size: int | None = None) -> tuple[dist.ProcessGroup,
     """
     world = dist.get_world_size()
     size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    if size < 1 or world % size:
+    # Compared without a collective, in which ranks that know better would not take part.
+    store = PrefixStore(f"localsgd_ext/hosts/{next(_calls)}/", dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), str(size))
+    sizes = [int(store.get(str(rank))) for rank in range(world)]
+    if size < 1 or world % size or len(set(sizes)) > 1:
+        said = "; ".join(
+            f"{each or 'no LOCAL_WORLD_SIZE'} on that of rank {sizes.index(each)}" for each in dict.fromkeys(sizes)
+        )
         raise LocalSGDError(
-            f"host_groups() needs hosts of equally many ranks: {world} ranks, and {size or 'no LOCAL_WORLD_SIZE'} on the host of rank "
-            f"{dist.get_rank()}; start with torchrun, or pass local_world_size"
+            f"host_groups() needs hosts of equally many ranks: {world} ranks, and by host {said}; start with torchrun, or pass local_world_size"
         )
     hosts = [list(range(first, first + size)) for first in range(0, world, size)]
     # All ranks make all groups, in the same order.

@@ -122,7 +122,7 @@ class Rounds:
         self._control.open()
         groups = self._averager.groups
         groups.note(self._control.global_ranks)
-        averaging, everyone = groups.own() if self._overlaps and equal else ("", "")
+        averaging, everyone = groups.own() if self._overlaps and equal else ("", groups.shared())
         options = {
             **self._options,
             CHECK: self._checks,

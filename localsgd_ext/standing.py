@@ -14,7 +14,8 @@ class Call(enum.IntEnum):
     STEP = 1
     SYNCHRONIZE = 2
     AVERAGED = 3
-    EXIT = 4  # it has no more batches, and serves the others until all are done
+    SETTLE = 4  # an averaging of what was not averaged yet
+    EXIT = 5  # it has no more batches, and serves the others until all are done
 
     @property
     def spoken(self) -> str:

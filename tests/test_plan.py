@@ -45,7 +45,7 @@ def test_the_largest_plans_are_printed_at_once() -> None:
     )
     seconds = time.monotonic() - begun
     assert done.returncode == 0, done.stderr
-    assert "70 B parameters (bfloat16, 140 GB), 1000 ranks, 10 s a step" in done.stdout
+    assert "70 B parameters (bfloat16, 140 GB) on cuda, 1000 ranks, 10 s a step" in done.stdout
     assert "1 Gbit/s for each rank" in done.stdout
     assert "400 Gbit/s for each rank" in done.stdout
     assert seconds < 20  # it imports no torch: that is what is asserted next, since this machine may be busy
@@ -163,6 +163,12 @@ def test_the_smallest_h_is_the_smallest() -> None:
             "is not what `localsgd-ext bench --json` writes",
         ),
         (("--params", "12M", "--link", "1Gbit", "--step-time", "1", "--plot", "nowhere/x.png"), "nowhere"),
+        (("--params", "12M", "--link", "1Gbit", "--step-time", "1", "--plot", "."), "name of a picture"),
+        (("--params", "1e300", "--link", "1Gbit", "--step-time", "1"), "'1e300' is not a number"),
+        (("--params", "12M", "--link", "1Gbit", "--step-time", "1e-300"), "is not a time"),
+        (("--params", "12M", "--link", "1Gbit", "--step-time", "1", "--ranks", "9" * 400), "whole number from 1 to a million"),
+        (("--params", "12M", "--link", "1Gbit", "--step-time", "1", "--ranks", "1"), "2 or more"),
+        (("--params", "12M", "--link", "1Gbit", "--step-time", "1", "--fragments", "63"), "at most 62"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments: tuple[str, ...], named: str) -> None:
@@ -224,6 +230,43 @@ def test_a_plot_and_a_model_on_disk(tmp_path: Path) -> None:
     assert plan["job"]["values"] == 100 * 64 + 32 * 64 + 2 * block + 128
     assert plan["job"]["tensors"] == 2 + 2 * 12 + 2
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+MEASURED: dict[str, Any] = {
+    "ranks": 2, "dtype": "float32", "device": "cpu", "latency": 1e-3, "bytes_per_second": 1e8,
+    "all_reduce": {"bytes": [1e6, 1e7], "seconds": [0.1, 1.0]}, "wires": {"int8": {"values": [1e6, 1e7], "seconds": [0.1, 1.0]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ranks": 0}, {"ranks": None}, {"ranks": 2.5}, {"dtype": "int8"}, {"device": "tpu"}, {"wires": {}}, {"wires": []}, {"wires": {"int8": {}}},
+        {"wires": {"fp8": {"values": [1, 2], "seconds": [1, 2]}}}, {"all_reduce": None}, {"all_reduce": {"bytes": [1, 1], "seconds": [1, 2]}},
+        {"latency": "fast"}, {"latency": -1}, {"bytes_per_second": 0},
+    ],
+)  # fmt: skip
+def test_a_measurement_that_bench_never_wrote(
+    wrong: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from localsgd_ext.cli import main
+
+    file = tmp_path / "measured.json"
+    arguments = ["plan", "--params", "1M", "--step-time", "1", "--measured", str(file)]
+    file.write_text(json.dumps(MEASURED))
+    assert main(arguments) == 0
+    capsys.readouterr()
+    file.write_text(json.dumps(MEASURED | wrong))
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "is not what `localsgd-ext bench --json` writes" in capsys.readouterr().err
+
+
+def test_noise_makes_no_size_free() -> None:
+    assert costs.line([1e6, 8e6], [0.02, 0.01]) == (0.0, 0.01 / 8e6)
+    base, each = costs.line([1e6, 8e6], [0.01, 0.045])
+    assert (base, each) == (pytest.approx(0.005), pytest.approx(5e-9))
 
 
 def test_quantities() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -122,7 +124,53 @@ def test_host_groups() -> None:
     for rank, (inside, between, message) in enumerate(run_ranks(_groups, 4)):
         assert inside == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert between == [rank % 2, rank % 2 + 2]
-        assert f"4 ranks, and 3 on the host of rank {rank}" in message
+        assert "4 ranks, and by host 3 on that of rank 0; start" in message
+
+
+def _unequal(rank: int) -> str:
+    with pytest.raises(LocalSGDError) as caught:
+        host_groups([2, 2, 1, 1][rank])
+    return str(caught.value)
+
+
+def test_hosts_of_different_sizes_are_an_error_on_every_rank() -> None:
+    for message in run_ranks(_unequal, 4):
+        assert "4 ranks, and by host 2 on that of rank 0; 1 on that of rank 2" in message
+
+
+def _interrupted(rank: int) -> list[float]:
+    """Rank 1 fails inside an averaging that the other column has finished; then all of them go on, in new groups."""
+    _, between = host_groups(2)
+    model = _model()
+    with contextlib.suppress(Exception), LocalSGD(None, model, 1, process_group=between) as local_sgd:
+        assert local_sgd._rounds is not None
+        if rank == 1:
+            local_sgd._rounds._averager.average = _fails  # type: ignore[method-assign]
+        local_sgd._rounds.stepped()
+        local_sgd.step()
+    dist.barrier()
+    _, between = host_groups(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with LocalSGD(None, model, 1, process_group=between) as local_sgd:
+            local_sgd._rounds.stepped()  # type: ignore[union-attr]
+            local_sgd.step()
+            assert local_sgd.report is not None
+            return [float(local_sgd.report.drift), float(next(model.parameters()).flatten()[0])]
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise ValueError("a bug in here")
+
+
+def test_after_an_interrupted_averaging_new_groups_are_as_good_as_ever() -> None:
+    """Nothing of it is left in a group that cannot be made anew, such as the world."""
+    results = run_ranks(_interrupted, 4)
+    assert [result[0] for result in results] == [0.0] * 4
+    assert [result[1] for result in results] == [0.0, 1.0, 0.0, 1.0]
 
 
 def _nested(rank: int) -> list[torch.Tensor]:

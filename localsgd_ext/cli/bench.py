@@ -7,13 +7,14 @@ import functools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..costs import DTYPES, Job, Setting, accelerate_seconds, ddp_seconds, ours_seconds, share, smallest_steps
+from ..costs import DTYPES, Job, Setting, accelerate_seconds, ddp_seconds, line, ours_seconds, share, smallest_steps
 from . import quantities
 from .plan import WIRES, measured_link
 from .quantities import spoken_bytes, spoken_count, spoken_rate, spoken_seconds
@@ -52,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print on rank 0; a mistake of the user's ends in one line and status 2."""
     if (args.params is None) != (args.step_time is None):
         args.error("--params and --step-time go together")
-    if args.mb < 0.01 or max(args.bucket_mb) > 65536:
-        args.error("--mb must be at least 0.01, and --bucket-mb at most 65536")
-    if args.json and not args.json.parent.is_dir():
-        args.error(f"there is no folder {args.json.parent} to write {args.json.name} to")
+    if not 0.01 <= args.mb <= 65536 or max(args.bucket_mb) > 65536:
+        args.error("--mb must be from 0.01 to 65536, and --bucket-mb at most 65536")
     if missing := [each for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(each)]:
         args.error(
             f"{missing[0]} is not set: start it on every machine with torchrun (torchrun ... -m localsgd_ext bench) or accelerate launch -m"
         )
-    if int(os.environ["WORLD_SIZE"]) < 2:
-        args.error("there is one rank only, and nothing to measure between ranks")
+    if not os.environ["WORLD_SIZE"].isdigit() or int(os.environ["WORLD_SIZE"]) < 2:
+        args.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: there are no two ranks to measure between")
+    if args.json and os.environ["RANK"] == "0" and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+        args.error(f"{args.json} cannot be written")
     import torch
     import torch.distributed as dist
 
@@ -76,6 +77,14 @@ def run(args: argparse.Namespace) -> int:
         args.error(f"the ranks cannot reach each other: {str(error).splitlines()[0]}")
     try:
         measured = measure(args.mb, args.dtype, args.wires, args.bucket_mb, args.rounds, device)
+    except (RuntimeError, MemoryError) as error:  # a rank that is gone or was given other options, or too many megabytes
+        print(
+            f"localsgd-ext bench: rank {dist.get_rank()}: {(str(error).splitlines() or ['out of memory'])[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # no collective that is under way will end
+    try:
         if dist.get_rank() == 0:
             print(report(measured), flush=True)
             if args.params:
@@ -111,7 +120,7 @@ def measure(
         "all_reduce": {"bytes": [size * kind.itemsize for size in sizes], "seconds": raw},
     }  # fmt: skip
     n = dist.get_world_size()
-    result["bytes_per_second"] = 2 * (n - 1) / n * (sizes[1] - sizes[0]) * kind.itemsize / max(1e-9, raw[1] - raw[0])
+    result["bytes_per_second"] = 2 * (n - 1) / n / line(result["all_reduce"]["bytes"], raw)[1]
     result["wires"] = {
         wire: {"values": sizes, "seconds": [_averaging(clock, size, kind, device, wire, None) for size in sizes]}
         for wire in wires
@@ -198,7 +207,8 @@ def advice(measured: dict[str, Any], params: float, step_seconds: float, overhea
             best = steps, setting
     mb, seconds = min(measured["buckets"].items(), key=lambda each: each[1])
     default = measured["wires"][next(iter(measured["wires"]))]["seconds"][1]
-    bucket = f", bucket_mb={mb}" if seconds < 0.9 * default else ""
+    tried = best is not None and best[1] == candidates[0]  # with its wire, at once
+    bucket = f", bucket_mb={mb}" if tried and seconds < 0.9 * default else ""
     if ddp <= overhead:
         lines.append("suggested: plain DDP; this link is fast enough")
     elif best is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from ..costs import (
     share,
     smallest_steps,
 )
+from ..standing import MAX_FRAGMENTS
 from . import quantities
 from .quantities import spoken_bytes, spoken_count, spoken_rate, spoken_seconds
 
@@ -50,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: float32, or as measured)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where they are (default: cpu, or as measured)")
     parser.add_argument("--tensors", type=quantities.whole, help="in how many tensors (default: 150, or as --model has)")
-    parser.add_argument("--wires", nargs="+", choices=WIRES, help=f"default: {' '.join(DEFAULT_WIRES)}, or as measured")
+    parser.add_argument(
+        "--wires",
+        nargs="+",
+        choices=WIRES,
+        help=f"'parameter' is their own dtype (default: {' '.join(DEFAULT_WIRES)}, or as measured)",
+    )
     parser.add_argument("--overlap-steps", type=quantities.whole, default=1, help="of the last column (default: 1)")
     parser.add_argument("--fragments", type=quantities.whole, default=4, help="of the last column (default: 4)")
     parser.add_argument("--outer", action="store_true", help="with an outer optimizer, for the memory it takes")
@@ -63,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables; a mistake of the user's ends in one line and status 2."""
+    if args.ranks == 1:
+        args.error("one rank has nobody to average with; --ranks is 2 or more")
+    if args.fragments > MAX_FRAGMENTS:
+        args.error(f"--fragments is at most {MAX_FRAGMENTS}")
+    if args.plot and not args.plot.suffix:
+        args.error(f"--plot needs the name of a picture, as plan.png; got {args.plot}")
     measured = _read(args) if args.measured else None
     if (measured is None) == (not args.link):
         args.error("give either --link or --measured")
@@ -80,9 +94,12 @@ def run(args: argparse.Namespace) -> int:
         tensors,
         args.device or given.get("device", "cpu"),
     )
-    wires = tuple(args.wires or (given["wires"] if measured else DEFAULT_WIRES))
+    default = [wire for wire in DEFAULT_WIRES if wire == "parameter" or not carries_values(wire, job.dtype)]
+    wires = tuple(dict.fromkeys(args.wires or (given["wires"] if measured else default)))
     if measured and (missing := set(wires) - set(measured["wires"])):
         args.error(f"{args.measured} has no measurement of {', '.join(sorted(missing))}")
+    if measured and job.device != measured["device"]:
+        args.error(f"{args.measured} was measured on {measured['device']}; got --device {job.device}")
     if measured and job.dtype != measured["dtype"]:
         args.error(f"{args.measured} was measured with {measured['dtype']} parameters; got --dtype {job.dtype}")
     links = [measured_link(measured)] if measured else [Link(speed, args.latency) for speed in args.link]
@@ -92,11 +109,12 @@ def run(args: argparse.Namespace) -> int:
             plot(args.plot, job, plans)
         except (OSError, ValueError) as error:  # no such folder, or no such kind of picture
             args.error(f"{args.plot} cannot be written: {error}")
+        print(f"written to {args.plot}", file=sys.stderr)
     if args.json:
         print(json.dumps({"job": vars(job), "plans": plans}, indent=1))
     else:
         print(
-            f"{spoken_count(values)} parameters ({job.dtype}, {spoken_bytes(values * DTYPES[job.dtype] / 8)}), {job.ranks} ranks, {spoken_seconds(job.step_seconds)} a step"
+            f"{spoken_count(values)} parameters ({job.dtype}, {spoken_bytes(values * DTYPES[job.dtype] / 8)}) on {job.device}, {job.ranks} ranks, {spoken_seconds(job.step_seconds)} a step"
         )
         for each in plans:
             print("\n" + table(each, args))
@@ -189,11 +207,26 @@ def _cell(job: Job, seconds: float) -> dict[str, float]:
 def _read(args: argparse.Namespace) -> dict[str, Any]:
     try:
         measured: dict[str, Any] = json.loads(args.measured.read_text())
-        for key in ("ranks", "dtype", "device", "wires", "all_reduce", "bytes_per_second", "latency"):
-            measured[key]
+        numbers = [
+            measured["bytes_per_second"],
+            measured["latency"],
+            *measured["all_reduce"]["bytes"],
+            *measured["all_reduce"]["seconds"],
+        ]
+        for wire in measured["wires"].values():
+            numbers += [*wire["values"], *wire["seconds"]]
+        known = measured["dtype"] in DTYPES and measured["device"] in ("cpu", "cuda") and set(measured["wires"]) <= set(WIRES)
+        if not (
+            known
+            and measured["wires"]
+            and measured["ranks"] in range(2, 10**6)
+            and all(0 < each < math.inf for each in numbers)
+        ):
+            raise ValueError
+        measured_link(measured)
     except OSError as error:
         args.error(f"{args.measured} cannot be read: {error.strerror}")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         args.error(f"{args.measured} is not what `localsgd-ext bench --json` writes")
     return measured
 

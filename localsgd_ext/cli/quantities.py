@@ -36,13 +36,13 @@ def rate(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """A whole number >= 1."""
+    """A whole number from 1 to a million."""
     try:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    if not 1 <= number <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to a million")
     return number
 
 
@@ -52,7 +52,7 @@ def fraction(text: str) -> float:
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         number = 0.0
-    if not 0 < number < 1:
+    if not 1e-6 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1, such as 0.05 or 5%")
     return number
 
@@ -102,6 +102,6 @@ def _parsed(text: str, units: dict[str, float], allowed: str) -> float:
         value = float(match[1]) * units[match[2]] if match else 0.0
     except (ValueError, KeyError):
         value = 0.0
-    if not 0 < value < math.inf:
+    if not 1e-12 < value < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
     return value

@@ -117,6 +117,7 @@ class LocalSGDCallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.local_sgd is None or self._failed:  # after a failure nothing joins the ranks any more
             return
+        self._make_average(trainer)  # a validation may have changed buffers
         own = {
             "optimizers": [trainer.strategy.optimizer_state(each) for each in trainer.optimizers],
             "lr_schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],

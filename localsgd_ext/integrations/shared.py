@@ -45,12 +45,11 @@ class Average:
         rounds = self._local_sgd._rounds
         if rounds is None or not self._local_sgd.is_inside:
             return
-        if not rounds.has_news and not rounds.is_unsent:
-            return  # all of it was averaged just now: synchronize() would do that again
         # What only sends the rest of an averaging tells nothing of how far the ranks have moved apart.
-        numbers = None if rounds.has_news else self.metrics()
-        self._local_sgd.synchronize()
-        self._kept = None if numbers is None else (self._local_sgd.num_syncs, numbers)
+        numbers, count = None if rounds.has_news else self.metrics(), self._local_sgd.num_syncs
+        self._local_sgd.settle()
+        if self._local_sgd.num_syncs > count:
+            self._kept = None if numbers is None else (self._local_sgd.num_syncs, numbers)
 
     def metrics(self) -> dict[str, float]:
         """`LocalSGD.metrics()` of the last averaging that had something new."""

@@ -109,6 +109,8 @@ class LocalSGDCallback(TrainerCallback):
         folder = Path(self._trainer._get_output_dir(trial=self._trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
         with self._telling():
+            if self._average is not None:
+                self._average.make()  # an evaluation may have changed buffers
             if args.should_save:
                 torch.save(self.local_sgd.state_dict(), folder / STATE)
             torch.save({name: each.state_dict() for name, each in _own(self._trainer).items()}, _of_rank(folder, args))
