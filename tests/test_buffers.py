@@ -210,3 +210,30 @@ def _subgroup(rank: int) -> int:
 
 def test_what_follows_rank_0_follows_the_groups_own() -> None:
     assert run_ranks(_subgroup, 3) == [0, 10, 10]
+
+
+def _settled(rank: int) -> list[int]:
+    """How many averagings there were: after a step, when nothing is new, after one rank alone has run its model forward, and again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    counts = []
+    with LocalSGD(None, model, 2) as local_sgd:
+        for step in range(2):
+            with torch.no_grad():
+                model[0].weight.add_(rank + step)
+            local_sgd.step()
+        counts.append(local_sgd.num_syncs)
+        local_sgd.settle()
+        counts.append(local_sgd.num_syncs)
+        if rank == 1:
+            model(torch.randn(5, 3))
+        local_sgd.settle()
+        counts.append(local_sgd.num_syncs)
+        local_sgd.state_dict()  # which is refused where something is new
+        local_sgd.settle()
+        counts.append(local_sgd.num_syncs)
+    return counts
+
+
+def test_settling_averages_what_is_new_on_any_rank_and_nothing_else() -> None:
+    assert run_ranks(_settled, 2) == [[1, 1, 2, 2]] * 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -138,39 +138,42 @@ def test_hosts_of_different_sizes_are_an_error_on_every_rank() -> None:
         assert "4 ranks, and by host 2 on that of rank 0; 1 on that of rank 2" in message
 
 
-def _interrupted(rank: int) -> list[float]:
-    """Rank 1 fails inside an averaging that the other column has finished; then all of them go on, in new groups."""
-    _, between = host_groups(2)
-    model = _model()
-    with contextlib.suppress(Exception), LocalSGD(None, model, 1, process_group=between) as local_sgd:
-        assert local_sgd._rounds is not None
-        if rank == 1:
-            local_sgd._rounds._averager.average = _fails  # type: ignore[method-assign]
-        local_sgd._rounds.stepped()
-        local_sgd.step()
-    dist.barrier()
-    _, between = host_groups(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float(rank))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with LocalSGD(None, model, 1, process_group=between) as local_sgd:
-            local_sgd._rounds.stepped()  # type: ignore[union-attr]
-            local_sgd.step()
+def _interrupted(rank: int) -> list[tuple[str, float]]:
+    """Rank 1 fails inside an averaging that the other column finishes; then all of them go on, in new groups."""
+    outcomes = []
+    network = _model()
+    for fails in (True, False):
+        inside, between = host_groups(2)
+        model = DistributedDataParallel(network, process_group=inside)
+        optimizer = _sgd(model)
+        try:
+            with LocalSGD(None, model, 1, process_group=between, timeout=timedelta(seconds=8)) as local_sgd:
+                for step in (1, 2):
+                    _loss(model, rank, step).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if fails and rank == 1 and step == 2:
+                        assert local_sgd._rounds is not None
+                        local_sgd._rounds._averager.average = _fails  # type: ignore[method-assign]
+                    local_sgd.step()
             assert local_sgd.report is not None
-            return [float(local_sgd.report.drift), float(next(model.parameters()).flatten()[0])]
+            outcomes.append(("done", local_sgd.report.drift))
+        except RuntimeError as error:
+            outcomes.append((type(error).__name__, 0.0))
+        time.sleep(1)
+    return outcomes
 
 
 def _fails(*_: object, **__: object) -> None:
-    raise ValueError("a bug in here")
+    raise RuntimeError("a bug in here")
 
 
 def test_after_an_interrupted_averaging_new_groups_are_as_good_as_ever() -> None:
     """Nothing of it is left in a group that cannot be made anew, such as the world."""
-    results = run_ranks(_interrupted, 4)
-    assert [result[0] for result in results] == [0.0] * 4
-    assert [result[1] for result in results] == [0.0, 1.0, 0.0, 1.0]
+    for rank, (first, second) in enumerate(run_ranks(_interrupted, 4)):
+        assert first[0] == ("RuntimeError" if rank == 1 else "PeerError")
+        assert second[0] == "done"
+        assert second[1] > 0
 
 
 def _nested(rank: int) -> list[torch.Tensor]:
