@@ -92,17 +92,17 @@ def carries_values(wire: str, dtype: str) -> bool:
 
 
 def bits(wire: str, dtype: str) -> float:
-    """Of a value on the wire."""
+    """That one value takes on this wire, for parameters of this dtype; scales included."""
     return DTYPES[dtype if wire == "parameter" else wire] if carries_values(wire, dtype) else BITS[wire]
 
 
 def sent_bytes(values: float, bits_each: float, ranks: int) -> float:
-    """By each rank."""
+    """That each of so many ranks sends to average so many values of `bits_each` bits."""
     return 2 * (ranks - 1) / ranks * values * bits_each / 8
 
 
 def hops(job: Job) -> int:
-    """Of an all-reduce."""
+    """One after the other, of one all-reduce between the job's ranks."""
     return 2 * (job.ranks - 1 if job.device == "cpu" else math.ceil(math.log2(job.ranks)))
 
 
@@ -133,14 +133,14 @@ def averaging_seconds(job: Job, link: Link, wire: str, values: float | None = No
 
 
 def ours_seconds(job: Job, link: Link, setting: Setting) -> float:
-    """Of a step, averagings included."""
+    """Of one step with LocalSGD, the averagings' share included. The setting must be possible (`Setting.is_possible`)."""
     averaging = averaging_seconds(job, link, setting.wire, job.values / setting.fragments)
     exposed = max(0.0, averaging - setting.overlap_steps * job.step_seconds)
     return job.step_seconds + setting.fragments * exposed / setting.steps
 
 
 def ddp_seconds(job: Job, link: Link) -> float:
-    """Of a step."""
+    """Of one step with DDP, whose gradients are of the parameters' dtype."""
     if job.ranks == 1:
         return job.step_seconds
     nbytes = job.values * DTYPES[job.dtype] / 8
@@ -172,7 +172,7 @@ def share(step_seconds: float, seconds: float) -> float:
 
 
 def smallest_steps(job: Job, link: Link, setting: Setting, overhead: float) -> int | None:
-    """The smallest H for which communication takes at most this share of the time, all else as in `setting`; None beyond 2^20."""
+    """The smallest H for which communication takes at most this share (0 to 1) of the time, all else as in `setting`; None beyond 2^20."""
     averaging = averaging_seconds(job, link, setting.wire, job.values / setting.fragments)
     exposed = setting.fragments * max(0.0, averaging - setting.overlap_steps * job.step_seconds)
     needed = math.ceil(exposed * (1 - overhead) / (overhead * job.step_seconds) - 1e-9)

@@ -72,7 +72,7 @@ def spoken_seconds(value: float) -> str:
 
 
 def spoken_bytes(value: float) -> str:
-    """Likewise."""
+    """With three digits, in the unit that fits."""
     return _scaled(value, ("B", "kB", "MB", "GB", "TB"))
 
 
@@ -83,7 +83,7 @@ def spoken_rate(bytes_per_second: float) -> str:
 
 
 def spoken_count(value: float) -> str:
-    """Likewise."""
+    """With three digits, in thousands, millions, billions."""
     return _scaled(value, ("", "k", "M", "B", "T")).rstrip()
 
 

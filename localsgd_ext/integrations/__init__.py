@@ -1,1 +1,1 @@
-"""Callbacks for training loops of other packages, each imported only when asked for: `transformers` and `lightning`, and `torchft`, over a manager of torchft."""
+"""Local SGD in what other packages make, each imported only when asked for: callbacks for the Trainers of `transformers` and `lightning`; `torchft` over its manager."""
