@@ -139,23 +139,24 @@ class Control:
 
         return check
 
-    def explain(self, error: BaseException) -> BaseException:
+    def explain(self, error: BaseException, heard: _Announcement | None = None) -> BaseException:
         """The error to raise where an averaging broke with `error`: it names the ranks that are to blame, or is `error` itself if
-        all of them are there."""
+        all of them are there. heard: what of it another rank has announced, to be passed on as it is."""
         mesh = self._mesh
         if mesh is None:
             return error
-        mesh.announce(_Announcement(-1, _first_line(error)).pack())
+        mesh.announce((heard or _Announcement(-1 - self.rank, _first_line(error))).pack())
         called = mesh.roll_call(ROLL_CALL)
         for rank, payloads in called.announced.items():
             last = _Announcement.unpack(payloads[-1])
             # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank; and one that
             # blames this rank was told by it.
-            if last.culprit not in (-1, self.rank) and not (last.culprit == rank and len(payloads) > 1):
+            if last.culprit >= 0 and last.culprit != self.rank and not (last.culprit == rank and len(payloads) > 1):
                 return self._announced(last, rank)
         if called.gone:
             return self._gone(called.gone)
-        if slow := called.silent or called.late:
+        # Who is silent may be busy elsewhere, where it was this rank's own error that broke the averaging.
+        if (slow := called.silent or called.late) and _tells_of_a_network(error):
             broke = f"an averaging broke off on rank {self._me} ({_first_line(error)})"
             seconds = ROLL_CALL.total_seconds() if called.silent else PROMPT_SECONDS
             waited = f"did not answer within {seconds:g} s{self._last_seen(slow)}"
@@ -197,7 +198,7 @@ class Control:
             told = _Announcement.unpack(urgent.payload)
             if told.culprit >= 0:
                 return _Announcement(told.culprit, str(self._announced(told, urgent.rank)))
-        return _Announcement(-1, _first_line(error))
+        return _Announcement(-1 - self.rank, _first_line(error))
 
     def close(self) -> None:
         """Cut the connections; the next `enter` makes new ones."""
@@ -299,8 +300,9 @@ class Control:
     def _raise_announced(self, urgent: Urgent) -> NoReturn:
         announcement = _Announcement.unpack(urgent.payload)
         if announcement.culprit < 0:
-            message = f"a collective broke off on {self.name([urgent.rank])}: {announcement.text}"
-            raise self.explain(self._error(PeerError, message, [urgent.rank])) from None
+            origin = -1 - announcement.culprit
+            message = f"a collective broke off on {self.name([origin])}: {announcement.text}"
+            raise self.explain(self._error(PeerError, message, [origin]), announcement) from None
         raise self._announced(announcement, urgent.rank) from None
 
     def _announced(self, announcement: _Announcement, sender: int) -> PeerError:
@@ -340,7 +342,7 @@ class Control:
 
 @dataclass(frozen=True)
 class _Announcement:
-    """The rank to blame (-1: not known yet), and what happened to it."""
+    """The rank to blame, and what happened to it; -1 - rank where it is not known yet, but only on which rank a collective broke off."""
 
     culprit: int
     text: str
@@ -356,6 +358,12 @@ class _Announcement:
 def _is_of_a_collective(error: BaseException) -> bool:
     """Whether others may be to blame. Gloo's errors have no type of their own, but say where in its source they were found."""
     return not isinstance(error, LocalSGDError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
+def _tells_of_a_network(error: BaseException) -> bool:
+    """Whether it may come of peers that do not answer: also in another rank's words."""
+    words = ("gloo", "nccl", "timed out", "timeout", "connection")
+    return isinstance(error, (OSError, dist.DistError)) or any(word in str(error).lower() for word in words)
 
 
 def _first_line(error: BaseException) -> str:

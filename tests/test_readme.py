@@ -42,9 +42,19 @@ def test_a_page_runs_as_printed(page: str, tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            ["bash", "-e", "-c", commands],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        # One of Gloo's threads may abort a process that is exiting (pytorch#190489), whatever it did before.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     said = done.stdout + done.stderr
     if page == FAILS:
         assert done.returncode != 0
