@@ -1,6 +1,6 @@
 """One averaging against its rivals and against one raw all-reduce of the same bytes, interleaved in one run.
 
-    python -m benchmarks.averaging [--ranks 2] [--rounds 7] [--sets gpt2 resnet50 tiny] [--bucket-mb 8] [--json FILE]
+    python -m benchmarks.averaging [--ranks 2] [--rounds 7] [--sets gpt2 resnet50 tiny] [--methods raw native accelerate] [--bucket-mb 8] [--json FILE]
 
 Processes on this machine over Gloo on the loopback interface. Times are medians over the rounds of the slowest rank; "x raw" is the ratio to the
 raw all-reduce. Peak extra memory is the growth of the resident set during one averaging in a fresh process. Error is the
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from localsgd_ext.averager import Averager, Item
 from localsgd_ext.binding import DEFAULT_BUCKET_MB, Mode
 from localsgd_ext.collectives import SLOTS
 
+from .record import machine, save
 from .shapes import SETS, Model, values
 
 METHODS = (
@@ -37,6 +36,7 @@ METHODS = (
     "passes",
     "native",
     "reference",
+    "checked",
     "outer",
     "bfloat16",
     "int8",
@@ -57,6 +57,7 @@ TITLES = {
     "passes": "packing, copying back, no sending",
     "native": "localsgd_ext, backend=native",
     "reference": "localsgd_ext, backend=torch",
+    "checked": "native, and looking for NaN",
     "outer": "native, outer=DiLoCo()",
     "bfloat16": "native, wire=bfloat16",
     "int8": "native, wire=int8",
@@ -81,13 +82,14 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
         return sliced(trained(model), bucket_mb or DEFAULT_BUCKET_MB["cpu"])
     if method == "passes":
         return passes(model, bucket_mb)
-    if method in ("native", "reference", "outer", *LOSSY):
+    if method in ("native", "reference", "checked", "outer", *LOSSY):
         from localsgd_ext import DiLoCo, LocalSGD
 
         backend = "torch" if method == "reference" else "native"
         wire = method if method in LOSSY else "parameter"
         outer = DiLoCo() if method == "outer" else None
-        local_sgd = LocalSGD(None, model, 1, wire=wire, outer=outer, backend=backend, nonfinite="ignore", bucket_mb=bucket_mb)
+        nonfinite = "raise" if method == "checked" else "ignore"
+        local_sgd = LocalSGD(None, model, 1, wire=wire, outer=outer, backend=backend, nonfinite=nonfinite, bucket_mb=bucket_mb)
 
         def average() -> None:
             if local_sgd.num_steps == 0:
@@ -251,6 +253,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
+    parser.add_argument("--methods", nargs="+", default=methods(), choices=methods())
     parser.add_argument("--bucket-mb", type=float, default=None, help="staging buffer of localsgd_ext (default: its own)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--no-memory", action="store_true", help="time only")
@@ -259,17 +262,17 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     result: dict[str, Any] = {
-        "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "ranks": options.ranks,
-        "rounds": options.rounds, "bucket_mb": options.bucket_mb, "sets": {},
+        **machine(), "ranks": options.ranks, "rounds": options.rounds, "bucket_mb": options.bucket_mb, "sets": {},
     }  # fmt: skip
+    names = ["raw", *(method for method in options.methods if method != "raw")]
     for name in options.sets:
         count = len(SETS[name]())
         total = sum(torch.Size(shape).numel() for shape in SETS[name]())
         print(f"\n{name}: {total / 1e6:.1f} M float32 in {count} tensors, {options.ranks} ranks", flush=True)
         print(f"  {'':29}{'median':>10}{'min':>9}{'max':>9}{'x raw':>8}{'extra MB':>10}{'max error':>11}")
-        contestants: list[Contestant] = [(method, options.bucket_mb) for method in methods()]
+        contestants: list[Contestant] = [(method, options.bucket_mb) for method in names]
         times = spawn(time_all, options.ranks, name, options.rounds, contestants)
-        seconds = dict(zip(methods(), times, strict=True))
+        seconds = dict(zip(names, times, strict=True))
         raw = statistics.median(seconds["raw"])
         rows = {}
         for method in seconds:
@@ -290,7 +293,7 @@ def main() -> None:
             )
         result["sets"][name] = rows
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,13 @@ of that size without any copying.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .averaging import Contestant, spawn, time_all
+from .record import machine, save
 from .shapes import SETS
 
 
@@ -33,8 +30,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     result: dict[str, Any] = {
-        "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "ranks": options.ranks,
-        "rounds": options.rounds, "x_raw": {},
+        **machine(), "ranks": options.ranks, "rounds": options.rounds, "x_raw": {},
     }  # fmt: skip
     print(f"{options.ranks} ranks, x raw" + "".join(f"{size:>9g} MiB" for size in options.sizes))
     for name in options.sets:
@@ -49,7 +45,7 @@ def main() -> None:
             print(f"{name:9}{shown:8}" + "".join(f"{x:>13.2f}" for x in rows[method].values()), flush=True)
         result["x_raw"][name] = rows
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -48,7 +47,8 @@ from localsgd_ext.cli.demo_training import (
 from localsgd_ext.wire import allreduce_bytes
 
 from .averaging import spawn, start
-from .wires import WIRES, machine
+from .record import machine, save
+from .wires import WIRES
 
 HELD_OUT_WINDOWS = 8 * EVALUATION_WINDOWS
 """More than the demo looks at: here it is differences of less than a percent that count, and there is one evaluation a run."""
@@ -198,7 +198,7 @@ def main() -> None:
             )
         result["ranks"][str(ranks)] = rows
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ own cost. "host" is the time until the call returns, "all" the time until the GP
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,10 +26,11 @@ import torch
 import torch.distributed as dist
 
 from localsgd_ext.averager import Averager, Item
-from localsgd_ext.backends import BoundBucket
+from localsgd_ext.backends.interface import BoundBucket
 from localsgd_ext.binding import Mode
 from localsgd_ext.replicas import resolve_group
 
+from .record import machine, save
 from .shapes import SETS
 
 DEVICE = "cuda"
@@ -174,8 +173,8 @@ def print_kernels(row: dict[str, Any]) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "python": platform.python_version(), "rounds": options.rounds, "divisor": DIVISOR, "sets": {},
+        "gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **machine(), "rounds": options.rounds,
+        "divisor": DIVISOR, "sets": {},
     }  # fmt: skip
     print(f"{result['gpu']}, torch {result['torch']}, CUDA {result['cuda']}, medians of {options.rounds} rounds")
     measure = gpu_seconds(torch.empty(EVICT_BYTES, dtype=torch.uint8, device=DEVICE))
@@ -217,7 +216,7 @@ def main() -> int:
         result = run(options)
         dist.destroy_process_group()
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
     return 0
 
 

@@ -8,21 +8,19 @@ Accelerate's helper calls that barrier before each averaging. Processes on this 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from localsgd_ext.control import Control
 from localsgd_ext.standing import Call, News, Standing
 
 from .averaging import spawn, start
+from .record import machine, save
 
 
 def measure(rank: int, ranks: int, folder: str, rounds: int, out: Any) -> None:
@@ -53,8 +51,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     result: dict[str, Any] = {
-        "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "rounds": options.rounds,
-        "microseconds": {},
+        **machine(), "rounds": options.rounds, "microseconds": {},
     }  # fmt: skip
     for ranks in options.ranks:
         medians = spawn(measure, ranks, options.rounds)
@@ -65,7 +62,7 @@ def main() -> None:
         )
         result["microseconds"][str(ranks)] = medians | {"ratio": ratio}
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

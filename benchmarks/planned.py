@@ -26,8 +26,8 @@ from localsgd_ext.cli.plan import measured_link
 from localsgd_ext.costs import Job, Setting, ours_seconds
 
 from .hosts import Hosts, why_not
+from .record import machine, save
 from .training import ALONE, Contestant
-from .wires import machine
 
 STEPS = 32
 SETTINGS = [(steps, wire) for wire in ("parameter", "int8") for steps in (1, 8, 32)]
@@ -88,7 +88,7 @@ def main() -> None:
         for name, row in found["rows"].items():
             print(f"  {name:20}{row['predicted']:>10.2f}{row['measured']:>10.2f}{row['ratio']:>8.2f}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

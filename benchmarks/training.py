@@ -1,6 +1,6 @@
 """Training throughput between hosts on slow links, as a share of the same training without any communication; interleaved in one run.
 
-    python -m benchmarks.training [--per-host 1] [--mbit 100] [--rounds 5] [--batch 6] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.training [--per-host 1] [--mbit 100 1000] [--rounds 5] [--batch 6] [--json FILE]
 
 Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`) train the demo's GPT on real text,
 averaging every 8 steps where they do. Each contestant has a model of its own and trains 16 steps in its turn, in which there are two averagings; times are
@@ -34,7 +34,7 @@ from localsgd_ext import LocalSGD, host_groups
 from localsgd_ext.cli.demo_training import CONTEXT, GPT, LEARNING_RATE, SEED, Windows, loss_function, read_text
 
 from .hosts import Hosts, why_not
-from .wires import machine
+from .record import machine, save
 
 INTERVAL = 8
 WARM_UP = 7
@@ -158,33 +158,43 @@ def measure(mbit: float, rounds: int, batch: int, per_host: int) -> dict[str, di
     return rows
 
 
+STYLES = {
+    "DDP": ("tab:gray", ":", "v"),
+    "Accelerate's LocalSGD": ("tab:gray", "-", "s"),
+    "ours": ("tab:blue", ":", "o"),
+    "ours, int8": ("tab:blue", "--", "o"),
+    "ours, overlap, 4 fragments, int8": ("tab:blue", "-", "o"),
+}
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars of the shares, one group for each rate. Needs matplotlib."""
+    """The shares over the rate of the links, of those in STYLES. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    per_host = result["per_host"]
-    reference, hosts = "training without communication", "2 hosts"
-    if per_host > 1:
-        reference, hosts = INSIDE, f"2 hosts of {per_host} processes"
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 2.6 * len(result["mbit"])), nrows=len(result["mbit"]), squeeze=False)
-    for ax, (mbit, rows) in zip(axes[:, 0], result["mbit"].items(), strict=True):
-        shown = names(per_host)[:0:-1]
-        shares = [100 * rows[name]["share"] for name in shown]
-        errors = [
-            [100 * (rows[n]["share"] - rows[n]["min"]) for n in shown],
-            [100 * (rows[n]["max"] - rows[n]["share"]) for n in shown],
-        ]
-        colors = ["tab:blue" if name.startswith("ours") else "tab:gray" for name in shown]
-        # A long name is two lines, so that it leaves room for the bars.
-        bars = ax.barh([name.replace("hosts, ", "hosts,\n") for name in shown], shares, xerr=errors, color=colors, ecolor="0.4")
-        ax.bar_label(bars, fmt="%.0f %%", label_type="center", color="white")
-        ax.set_xlim(0, 125)
-        ax.set_xlabel(f"tokens/s as a share of {reference}, %; {hosts}, {mbit} Mbit/s")
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    rates = sorted(result["mbit"], key=float)
+    for name, (color, line, marker) in STYLES.items():
+        rows = [result["mbit"][rate][name] for rate in rates]
+        shares = [100 * row["share"] for row in rows]
+        below, above = ([100 * abs(row[end] - row["share"]) for row in rows] for end in ("min", "max"))
+        axes.errorbar(
+            [float(rate) for rate in rates], shares, yerr=[below, above], color=color, linestyle=line, marker=marker, capsize=2,
+            elinewidth=0.6, label=name,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xticks([float(rate) for rate in rates], rates)
+    axes.minorticks_off()
+    axes.set_xlabel("link between two hosts, Mbit/s")
+    axes.set_ylabel("tokens/s, % of training\nwithout communication")
+    axes.set_ylim(0, None)
+    axes.grid(alpha=0.3)
+    axes.legend(title=f"averaging every {result['interval']} steps", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -194,7 +204,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=6, help="windows per process and step (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--plot", type=Path, help="draw them (needs matplotlib)")
     options = parser.parse_args()
     if (reason := why_not()) is not None:
         raise SystemExit(reason)
@@ -216,9 +225,7 @@ def main() -> None:
             )
         result["mbit"][f"{mbit:g}"] = rows
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        plot(result, options.plot)
+        save(options.json, result)
 
 
 if __name__ == "__main__":

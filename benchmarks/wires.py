@@ -13,21 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from localsgd_ext import LocalSGD, __version__
+from localsgd_ext import LocalSGD
 
 from .hosts import Hosts, why_not
+from .record import machine, save
 from .shapes import SETS, Model
 
 WIRES = ("float32", "bfloat16", "float16", "int8", "int4")
@@ -130,14 +129,6 @@ def measure(count: int, mbit: float, name: str, rounds: int) -> dict[str, dict[s
     return rows
 
 
-def machine() -> dict[str, Any]:
-    """Where figures come from, to be kept with them."""
-    return {
-        "torch": torch.__version__, "accelerate": version("accelerate"), "localsgd_ext": __version__,
-        "python": platform.python_version(), "machine": platform.platform(), "cores": os.cpu_count(),
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
@@ -167,7 +158,7 @@ def main() -> None:
             )
         result["mbit"][f"{mbit:g}"] = rows
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backends import State
+from .backends.interface import State
 from .dtensors import is_spread, local_part, place_of, spread_as
 from .items import Item
 from .layout import Table, fragment_ends, is_dense

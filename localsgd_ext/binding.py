@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .anchors import Anchors
-from .backends import ANCHOR, Backend, BoundBucket, pick
+from .backends import pick
+from .backends.interface import ANCHOR, Backend, BoundBucket
 from .backends.reference import ReferenceBackend
 from .collectives import SLOTS
 from .errors import LocalSGDError

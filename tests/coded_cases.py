@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from localsgd_ext.backends import State
 from localsgd_ext.backends.coded import CodedBucket, decode
+from localsgd_ext.backends.interface import State
 from localsgd_ext.collectives import Terms
 from localsgd_ext.layout import Bucket, Rule, Segment, Table
 from localsgd_ext.outer import Outer, OuterSGD

@@ -228,7 +228,7 @@ def test_a_failure_midway_leaves_local_or_averaged_values(world_size: int, fail_
 
 def _elsewhere(rank: int, wire: str, moved: bool) -> list[bytes]:
     from localsgd_ext import anchors
-    from localsgd_ext.backends import State
+    from localsgd_ext.backends.interface import State
 
     if moved:
         plain = anchors.Anchors.states

@@ -15,7 +15,7 @@ from ..collectives import Terms, all_gather, all_reduce, all_to_all
 from ..layout import Bucket, Table
 from ..outer import Outer, OuterSGD
 from ..wire import BLOCK, SCALE_BYTES, Chunks, Code, wide_dtype
-from . import ANCHOR, MOMENTUM, RESIDUAL, State
+from .interface import ANCHOR, MOMENTUM, RESIDUAL, State
 
 LEVELS = {Code.INT8: 127.0, Code.INT4: 7.0}
 """The largest code."""

@@ -25,7 +25,7 @@ from ..collectives import POLL_SECONDS, Terms
 from ..layout import Bucket, Rule, Table
 from ..outer import Outer, OuterSGD
 from ..wire import Chunks, Code
-from . import BoundBucket, State
+from .interface import BoundBucket, State
 
 _MEAN, _SGD, _GRADIENT = range(3)
 """Kinds of outer steps, numbered as in elementwise.h."""

@@ -14,8 +14,8 @@ from ..layout import Bucket, Rule, Table
 from ..outer import Outer
 from ..report import span
 from ..wire import Chunks
-from . import BoundBucket, State
 from .coded import CodedBucket, divide
+from .interface import BoundBucket, State
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
