@@ -11,6 +11,7 @@ from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 _spec = importlib.util.spec_from_file_location("build_description", Path(__file__).parent / "localsgd_ext" / "build.py")
 build = importlib.util.module_from_spec(_spec)
@@ -47,6 +48,10 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:
             return
+        for left in Path(self.build_lib, "localsgd_ext").glob(
+            f"{build.MODULE}*"
+        ):  # by an earlier build, perhaps of other sources
+            left.unlink()
         what, why = plan()
         if what is not None:
             try:
@@ -60,11 +65,23 @@ class BuildPy(build_py):
         print(f"localsgd_ext: the native engine is not built now, but on first use ({why})", file=sys.stderr)
 
 
+class Sdist(sdist):
+    """With the tests, the benchmarks and the changelog, which are no part of the package."""
+
+    def make_distribution(self) -> None:
+        for folder in ("tests", "benchmarks"):
+            self.filelist.graft(folder)
+        self.filelist.include("CHANGELOG.md")
+        self.filelist.global_exclude("*.py[cod]")
+        super().make_distribution()
+
+
 class BinaryDistribution(Distribution):
-    """A wheel with a binary inside belongs to one platform; without one it is for all."""
+    """A wheel with a binary inside belongs to one platform; without one it is for all. (After a compilation that failed it is without one, and yet
+    for one platform: the name is asked for before.)"""
 
     def has_ext_modules(self) -> bool:
         return plan()[0] is not None
 
 
-setup(cmdclass={"build_py": BuildPy}, distclass=BinaryDistribution)
+setup(cmdclass={"build_py": BuildPy, "sdist": Sdist}, distclass=BinaryDistribution)

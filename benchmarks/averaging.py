@@ -24,8 +24,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from localsgd_ext.averager import Averager, Item
-from localsgd_ext.binding import DEFAULT_BUCKET_MB, Mode
+from localsgd_ext.binding import DEFAULT_BUCKET_MB
 from localsgd_ext.collectives import SLOTS
+from localsgd_ext.wire import Mode
 
 from .record import machine, save
 from .shapes import SETS, Model, values

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from localsgd_ext.averager import Averager, Item
 from localsgd_ext.backends.interface import BoundBucket
-from localsgd_ext.binding import Mode
 from localsgd_ext.replicas import resolve_group
+from localsgd_ext.wire import Mode
 
 from .record import machine, save
 from .shapes import SETS

@@ -49,6 +49,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "average",
       [](const std::vector<Exchange*>& buckets, const GroupPtr& group, bool contributes, int64_t divisor, int64_t root,
          const std::function<void()>& watch, int64_t poll_ms, int64_t timeout_ms) {
+        // `watch` is called, copied and freed without the lock: pybind11's wrapper of it takes the lock each time.
         const py::gil_scoped_release release;
         return average(
             buckets, group,

@@ -57,7 +57,9 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
       rank_(rank),
       size_(size) {
   const int64_t nbytes = count * chunks.nbytes;
-  TORCH_CHECK(staging_.numel() >= (summed ? 1 : 2) * nbytes && count * chunks.blocks * kBlock >= numel_,
+  TORCH_CHECK(summed ? count == 1 : count == (size <= 2 ? 1 : size), "localsgd_ext: ", count, " chunks for ", size, " ranks");
+  TORCH_CHECK(staging_.scalar_type() == at::kByte && staging_.numel() >= (summed ? 1 : 2) * nbytes &&
+                  count * chunks.blocks * kBlock >= numel_,
               "localsgd_ext: the buffers do not fit their bucket");
   const auto wide = dtype_ == at::kDouble ? at::kDouble : at::kFloat;
   for (const StatePart* part : {&anchor_, &residual_, &momentum_}) {
@@ -68,7 +70,7 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
   if (summed) {
     mine_ = theirs_ = received_ = staging_.narrow(0, 0, nbytes);
     sum_ = mine_.view(wide).narrow(0, 0, numel_);
-    TORCH_CHECK(count == 1 && chunks.code == (wide == at::kDouble ? Code::kFloat64 : Code::kFloat32),
+    TORCH_CHECK(chunks.code == (wide == at::kDouble ? Code::kFloat64 : Code::kFloat32),
                 "localsgd_ext: only a lossless code can be summed");
   } else if (count == 1) {
     received_ = staging_.narrow(0, 0, 2 * nbytes);  // both ranks' codes, in rank order
@@ -84,6 +86,7 @@ CodedBucket::CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList
   std::vector<char> table = cuda::build_coded_table(bucket());
   const auto bytes = static_cast<int64_t>(table.size());
   table_ = at::empty({bytes}, staging_.options());
+  // Not in the background: `table` is gone after this.
   table_.copy_(at::from_blob(table.data(), {bytes}, at::kByte));
   partials_ =
       at::empty({cuda::partials_numel(cuda::coded_table_at(table_.data_ptr(), bucket()))}, staging_.options().dtype(at::kDouble));

@@ -30,7 +30,7 @@ class StatePart {
 
 class CodedBucket : public Exchange {
  public:
-  // staging: twice the bytes of `count` chunks. summed: the values travel, in one chunk, and an all-reduce sums them. state:
+  // staging: the bytes of `count` chunks, twice; once where `summed`: then values travel, and an all-reduce sums them. state:
   // anchor, residual and momentum, of which only the anchor must be there; shape (numel,), double for double tensors, else float.
   CodedBucket(const std::vector<at::Tensor>& flats, const SegmentList& segments, at::Tensor staging, int64_t drift_numel,
               Chunks chunks, int64_t count, bool summed, std::vector<StatePart> state, Outer outer, int64_t rank, int64_t size);

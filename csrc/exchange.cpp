@@ -14,7 +14,11 @@ Exchange::Exchange(const std::vector<at::Tensor>& flats, const SegmentList& segm
   int64_t offset = 0;
   for (const auto& [index, start, length] : segments) {
     const at::Tensor& flat = flats.at(index);
-    TORCH_CHECK(flat.is_contiguous() && start >= 0 && start + length <= flat.numel(), "localsgd_ext: segment outside its tensor");
+    // An empty segment would have no place of its own: `segment_at` finds segments by where they begin.
+    TORCH_CHECK(flat.is_contiguous() && start >= 0 && length > 0 && start + length <= flat.numel(),
+                "localsgd_ext: segment outside its tensor");
+    TORCH_CHECK(flat.device() == staging_.device() && (segments_.empty() || flat.scalar_type() == dtype_),
+                "localsgd_ext: the tensors of a bucket differ in device or dtype");
     dtype_ = flat.scalar_type();
     segments_.push_back({static_cast<char*>(flat.data_ptr()) + start * flat.element_size(), offset, length});
     flats_.push_back(flat);

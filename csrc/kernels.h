@@ -3,8 +3,6 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <algorithm>
-
 #include "elementwise.h"
 #include "layout.h"
 

@@ -11,6 +11,7 @@
 namespace localsgd {
 namespace {
 
+// As collectives.wait does it in Python: a collective whose peer is gone may never end, so who waits looks up now and then.
 void wait(c10d::Work& work, const Terms& terms) {
   if (!terms.watch) {
     work.wait();
@@ -36,11 +37,12 @@ void wait(c10d::Work& work, const Terms& terms) {
 // Gloo's threads let go of a collective a moment after its end. Were theirs the last reference, they would need Python's lock to
 // free the tensor in it, which aborts a process that is just exiting (pytorch#190489).
 void keep(const WorkPtr& work) {
+  constexpr size_t kKept = 8;  // more than end at the same moment; as in collectives.py
   static std::mutex mutex;
   static auto* const kept = new std::deque<WorkPtr>;
   const std::lock_guard<std::mutex> lock(mutex);
   kept->push_back(work);
-  if (kept->size() > 8) kept->pop_front();
+  if (kept->size() > kKept) kept->pop_front();
 }
 
 // Collectives that may never end go on writing to their buffers, so these are never freed.
@@ -68,6 +70,7 @@ at::Tensor average(const std::vector<Exchange*>& buckets, const GroupPtr& group,
     }
     return sums.emplace_back(bucket.new_sums());
   };
+  // Always the first, be it the last to end: all ranks have to start their second collectives in the same order.
   const auto land = [&] {
     const Flying landed = flying.front();
     {

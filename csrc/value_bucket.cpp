@@ -24,6 +24,7 @@ ValueBucket::ValueBucket(const std::vector<at::Tensor>& flats, const SegmentList
   std::vector<char> table = cuda::build_table(bucket(), c10::elementSize(dtype_));
   const auto bytes = static_cast<int64_t>(table.size());
   table_ = at::empty({bytes}, staging_.options().dtype(at::kByte));
+  // Not in the background: `table` is gone after this.
   table_.copy_(at::from_blob(table.data(), {bytes}, at::kByte));
   partials_ =
       at::empty({cuda::partials_numel(cuda::table_at(table_.data_ptr(), table.size()))}, staging_.options().dtype(at::kDouble));

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .averager import average_parameters
     from .errors import LayoutMismatchError, LocalSGDError, NonFiniteError, PeerError, PeerTimeoutError
+    from .functional import average_parameters
     from .local_sgd import LocalSGD
     from .outer import DiLoCo, OuterSGD, SlowMo
     from .replicas import host_groups
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 _WHERE = {
-    "averager": ["average_parameters"],
     "errors": ["LayoutMismatchError", "LocalSGDError", "NonFiniteError", "PeerError", "PeerTimeoutError"],
+    "functional": ["average_parameters"],
     "local_sgd": ["LocalSGD"],
     "outer": ["DiLoCo", "OuterSGD", "SlowMo"],
     "replicas": ["host_groups"],

@@ -16,7 +16,7 @@ from .backends.interface import State
 from .dtensors import is_spread, local_part, place_of, spread_as
 from .items import Item
 from .layout import Table, fragment_ends, is_dense
-from .outer import Outer, OuterSGD, make_optimizer
+from .outer import Outer, OuterSGD, make_optimizer, makes_optimizer
 from .wire import lossless, wide_dtype
 
 
@@ -123,6 +123,13 @@ class Anchors:
                         new[table][part].copy_(old[place[0]][place[1]])
         return made
 
+    def _wait_for_copies(self) -> None:
+        """Where state is kept on the host and the tensors are on a GPU, copies from it and to it are under way; to be called before the host itself
+        looks at it."""
+        for table, anchor in zip(self._tables, self.anchor, strict=True):
+            if table.device.type == "cuda" and not anchor.is_cuda:
+                torch.cuda.current_stream(table.device).synchronize()
+
     def _places(self) -> list[tuple[tuple[int, slice], Entry]]:
         """For each tensor its table and its part of that."""
         places = []
@@ -152,6 +159,7 @@ class Anchors:
     @torch.no_grad()
     def set_to(self, flats: Sequence[torch.Tensor]) -> None:
         """All ranks agree on the tensors as they are now; whatever rounding dropped is forgotten. Momentum stays."""
+        self._wait_for_copies()
         for (number, part), entry in self._places():
             anchor, tensor = self.anchor[number][part], flats[entry.item]
             tensor = tensor.to(anchor.device)
@@ -172,8 +180,8 @@ class Anchors:
     @torch.no_grad()
     def step(self, parts: int) -> None:
         """Let torch's optimizer move the anchors of these fragments, which have their gradients by now."""
-        assert self._outer is not None
-        assert not isinstance(self._outer, OuterSGD)
+        self._wait_for_copies()
+        assert makes_optimizer(self._outer)
         for fragment, anchor, gradient in self._parts:
             anchor.grad = gradient if parts >> fragment & 1 else None  # those without are left alone
         if self._optimizer is None:
@@ -182,13 +190,14 @@ class Anchors:
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging. Of DTensors as DTensors."""
+        self._wait_for_copies()
         state = {}
         for (number, part), entry in self._places():
             if self._tables[number].dtype.itemsize == 2:
                 state[f"anchor.{entry.name}"] = _saved(self.anchor[number][part], entry)
             if isinstance(self._outer, OuterSGD) and self.momentum:
                 state[f"momentum.{entry.name}"] = _saved(self.momentum[number][part], entry)
-        if not isinstance(self._outer, OuterSGD | None):
+        if makes_optimizer(self._outer):
             for number, values in enumerate(self._optimizer_states()):
                 for key, value in values.items():
                     state[f"{self._prefix(number)}{key}"] = torch.as_tensor(value).cpu().clone()
@@ -200,8 +209,7 @@ class Anchors:
         if self._optimizer is not None:
             return [self._optimizer.state[anchor] for anchor in anchors]
         trials = [torch.zeros_like(anchor) for anchor in anchors]
-        assert self._outer is not None
-        assert not isinstance(self._outer, OuterSGD)
+        assert makes_optimizer(self._outer)
         optimizer = make_optimizer(self._outer, trials)
         for trial in trials:
             trial.grad = torch.zeros_like(trial)
@@ -219,6 +227,7 @@ class Anchors:
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take up what `state` gave, on all ranks alike; the anchor stands at the tensors. Warns where momentum is missing."""
+        self._wait_for_copies()
         missing = []
         for (number, part), entry in self._places():
             anchor = self.anchor[number][part]
@@ -233,7 +242,7 @@ class Anchors:
                 else:
                     self.momentum[number][part].zero_()
                     missing.append(entry.name)
-        if self._outer is not None and not isinstance(self._outer, OuterSGD):
+        if makes_optimizer(self._outer):
             missing += self._load_optimizer(state)
         if missing:
             warnings.warn(
@@ -242,8 +251,7 @@ class Anchors:
             )
 
     def _load_optimizer(self, state: Mapping[str, torch.Tensor]) -> list[str]:
-        assert self._outer is not None
-        assert not isinstance(self._outer, OuterSGD)
+        assert makes_optimizer(self._outer)
         self._optimizer, missing = make_optimizer(self._outer, [anchor for _, anchor, _ in self._parts]), []
         for number, (_, anchor, _) in enumerate(self._parts):
             prefix = self._prefix(number)
@@ -258,12 +266,14 @@ class Anchors:
             }
         return missing
 
-    def outlast(self) -> bool:
-        """What is still of use when the tensors are let go: whether anything is."""
+    @property
+    def has_momentum(self) -> bool:
+        """Which is still of use when the tensors are let go."""
         return bool(self.momentum)
 
     def fingerprint(self) -> int:
         """A number that differs, as good as surely, where any bit that ranks share does. Reads all of it: for debugging."""
+        self._wait_for_copies()
         digest = hashlib.sha256()
         for each in (*self.anchor, *self.momentum):
             # One NaN for all: engines may differ in its bits.

@@ -10,7 +10,7 @@ import torch
 from .backends import check_backend
 from .decision import NONFINITE
 from .models import BUFFER_POLICIES
-from .schedules import Every
+from .schedules import LONGEST, Every
 from .standing import MAX_FRAGMENTS
 from .wire import check_wire
 
@@ -46,11 +46,11 @@ def check_timeout(timeout: Any) -> None:
 
 def check_fragments(fragments: Any, overlap_steps: Any, schedule: Any) -> None:
     """Raise TypeError or ValueError for anything but a number of fragments and of steps that fit into a round."""
-    for name, value, least, most in (("fragments", fragments, 1, MAX_FRAGMENTS), ("overlap_steps", overlap_steps, 0, None)):
-        allowed = f"a whole number >= {least}" + (f" and <= {most}" if most else "")
+    for name, value, least, most in (("fragments", fragments, 1, MAX_FRAGMENTS), ("overlap_steps", overlap_steps, 0, LONGEST)):
+        allowed = f"a whole number >= {least} and <= {most}"
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be {allowed}; got {value!r} of type {type(value).__name__}")
-        if value < least or (most and value > most):
+        if not least <= value <= most:
             raise ValueError(f"{name} must be {allowed}; got {value}")
     if not isinstance(schedule, Every):
         return

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from .anchors import Anchors
-from .backends import check_backend
-from .backends.reference import ReferenceBackend
 from .background import keep
-from .binding import Binding, Mode
+from .binding import Binding
 from .collectives import Terms, Watch, all_reduce
-from .dtensors import is_spread, local_part
-from .errors import LocalSGDError
 from .groups import Groups
 from .items import Item
-from .outer import Outer, OuterSGD
-from .replicas import resolve_group
+from .outer import Outer, makes_optimizer
 from .report import PendingReport, SyncReport
-from .wire import check_wire
+from .wire import Mode
 
 
 class Averager:
@@ -68,16 +63,14 @@ class Averager:
     def release(self) -> None:
         """Drop the buffers and every view of the tensors, so that their memory can be freed, and of the anchors what can be had again."""
         self.bindings = {}
-        if self.anchors is not None and not self.anchors.outlast():
+        if self.anchors is not None and not self.anchors.has_momentum:
             self.anchors = None
 
     def agree(self) -> None:
         """All ranks hold the same tensors as bound now: what they send from now on is the difference to these."""
         if self.anchors is not None:
-            binding = self.bindings[Mode.WIRE]
             with torch.inference_mode(False), torch.no_grad():
-                binding.read_gaps()
-                self.anchors.set_to(binding.flats)
+                self.bindings[Mode.WIRE].agree()
 
     def state(self, items: Sequence[Item], loaded: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """What `Anchors.state` gives, outside a block. loaded: what such a state was, and what it is to be when the tensors are bound."""
@@ -167,11 +160,7 @@ class Averager:
                 binding.take(parts)
             try:
                 sums = binding.engine.average(buckets, self.groups.averaging, terms)
-                if (
-                    mode in (Mode.WIRE, Mode.EXACT)
-                    and self.anchors is not None
-                    and not isinstance(self._outer, OuterSGD | None)
-                ):
+                if mode in (Mode.WIRE, Mode.EXACT) and self.anchors is not None and makes_optimizer(self._outer):
                     self.anchors.step(parts)
                     binding.lead(parts)
             except BaseException:
@@ -211,40 +200,3 @@ class Averager:
             binding.engine.name,
         )
         return PendingReport(report, totals, sums[1], self.world_size, work, watched=watch is not None, events=events)
-
-
-def average_parameters(
-    tensors: Iterable[torch.Tensor],
-    group: dist.ProcessGroup | None = None,
-    wire: str = "parameter",
-    backend: str = "auto",
-) -> SyncReport:
-    """Replace every tensor by its mean over the ranks of `group` (default: all), in place, and report what it took.
-
-    tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order; of a DTensor this rank's part is
-    averaged, over `group`, which has to be given then. wire:
-    see `LocalSGD`; here there is no anchor, so one that cannot hold the tensors' dtype rounds their values, by at most half a step of
-    its code (bfloat16: 2^-9 of a value; float16, int8, int4: about 2^-12, 1/254 and 1/14 of the largest of 256 values that follow
-    each other), and above 2 ranks their mean again. backend: "auto", "native" or "torch". Without an initialised process
-    group, or alone in it, there is nothing to average and the tensors stay as they are.
-
-    Raises ValueError for an unknown wire or backend, LocalSGDError for a tensor without a mean (integers) and for a process
-    that is not in `group`.
-    """
-    check_wire(wire)
-    check_backend(backend)
-    if isinstance(tensors, torch.nn.Module):
-        raise TypeError("tensors must be torch tensors; of a model pass model.parameters()")
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors must be torch tensors; tensors[{index}] is a {type(tensor).__name__}")
-    if group is None and any(map(is_spread, tensors)):
-        raise LocalSGDError(
-            "a DTensor's parts differ between ranks; pass group, the ranks that hold the same part in all replicas"
-        )
-    items = [Item(f"tensors[{index}]", local_part(tensor)) for index, tensor in enumerate(tensors)]
-    group = resolve_group(group)
-    if group is None or group.size() == 1:
-        return SyncReport(0, 1, 0, 0, 0.0, None, 0, 0.0, 1, ReferenceBackend.name)
-    return Averager(group, wire, backend, None).average(items, step=0, round=1, interval=0).result()

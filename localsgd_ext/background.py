@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -115,6 +115,4 @@ class Flight(Generic[T]):
 
     def ended(self, seconds: float) -> bool:
         """Whether the work has, within so many seconds."""
-        with contextlib.suppress(BaseException):
-            self._future.exception(seconds)
-        return self._future.done()
+        return bool(wait([self._future], seconds).done)

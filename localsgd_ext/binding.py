@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
@@ -20,13 +19,14 @@ from .collectives import SLOTS
 from .errors import LocalSGDError
 from .items import Item, check_in_place, first_nonfinite, unexpanded
 from .layout import Bucket, Rule, Table, TensorSpec, is_dense, plan
-from .outer import Outer, OuterSGD
+from .outer import Outer, makes_optimizer
 from .shadow import Shadow, shadows
 from .wire import (
     AVERAGEABLE,
     EXACT,
     Chunks,
     Code,
+    Mode,
     Wire,
     allreduce_bytes,
     broadcast_bytes,
@@ -47,15 +47,6 @@ other, which on a slow link takes twice the time (100 Mbit/s, 26 MB each way, th
 
 
 T = TypeVar("T")
-
-
-class Mode(enum.Enum):
-    """How the tensors travel in one averaging."""
-
-    WIRE = "wire"  # as the wire says
-    EXACT = "exact"  # the same, but rounding nothing away: what was dropped before is sent, too
-    FLUSH = "flush"  # only that: there is no progress for an outer optimizer
-    VALUES = "values"  # the plain mean of the values, whatever an anchor says
 
 
 class Binding:
@@ -128,6 +119,12 @@ class Binding:
     def read_gaps(self) -> None:
         for tensor, dense in self._with_gaps:
             dense.copy_(tensor)
+
+    def agree(self) -> None:
+        """All ranks hold the tensors as they are now: what they send from now on is the difference to these."""
+        if self.anchors is not None:
+            self.read_gaps()
+            self.anchors.set_to(self.flats)
 
     def write_gaps(self) -> None:
         for tensor, dense in self._with_gaps:
@@ -203,7 +200,7 @@ class Binding:
         *staging, scratch = pool
         payloads = [0] * len(self._wire_bytes)
         for bucket in buckets:
-            slot = self._slot(staging, bucket)
+            slot = self._slot(staging, bucket, bucket.numel * table.wire.itemsize)
             self.buckets.append(self.engine.bind(table, bucket, flats, slot, scratch))
             payloads[bucket.fragment] += bucket.numel * table.wire.itemsize
         for fragment, payload in enumerate(payloads):
@@ -222,23 +219,23 @@ class Binding:
     ) -> None:
         assert self.anchors is not None
         for bucket, state in zip(buckets, self.anchors.states(table), strict=True):
-            slot, chunks = self._slot(pool, bucket), self._chunks(table, bucket)
+            chunks = self._chunks(table, bucket)
+            slot = self._slot(pool, bucket, chunks.staging_bytes)
             self.buckets.append(
                 self.engine.bind_coded(table, bucket, flats, slot, chunks, state, outer, self._rank, self._size)
             )
-            if not isinstance(outer, OuterSGD | None):
+            if makes_optimizer(outer):
                 anchor = state.homes[ANCHOR]
                 assert anchor is not None
-                targets = [flats[s.tensor][s.start : s.start + s.numel] for s in bucket.segments]
-                self._led.append((bucket.fragment, targets, list(anchor.split([s.numel for s in bucket.segments]))))
+                self._led.append((bucket.fragment, bucket.views(flats), list(anchor.split([s.numel for s in bucket.segments]))))
             if chunks.summed:
                 nbytes = allreduce_bytes(bucket.numel * wide_dtype(table.dtype).itemsize, self._size)
             else:
                 nbytes = exchange_bytes(chunks, self._size)
             self._wire_bytes[bucket.fragment] += nbytes
 
-    def _slot(self, staging: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-        """By turns within a fragment, whose buckets follow each other in an averaging."""
+    def _slot(self, staging: Sequence[torch.Tensor], bucket: Bucket, nbytes: int) -> torch.Tensor:
+        """Of at least so many bytes; by turns within a fragment, whose buckets follow each other in an averaging."""
         self._counts[bucket.fragment] += 1
         return staging[self._counts[bucket.fragment] % SLOTS]
 
@@ -275,7 +272,7 @@ def _spec(item: Item, flat: torch.Tensor, mode: Mode, wire: str, outer: Outer | 
         if isinstance(travels, Code) and mode is not Mode.WIRE:
             travels = travels_as(flat.dtype, EXACT, item.is_parameter) if mode is Mode.VALUES else lossless(flat.dtype)
     return TensorSpec(
-        item.name, flat.numel(), flat.dtype, travels, flat.device, item.rule, item.is_parameter, flat.data_ptr(), item.holders
+        flat.numel(), flat.dtype, travels, flat.device, item.rule, item.is_parameter, flat.data_ptr(), item.holders
     )
 
 

@@ -42,7 +42,10 @@ _NVCC_FLAGS = ("-std=c++20", "-O3", "--fmad=false", "--expt-relaxed-constexpr", 
 _CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-fopenmp")
 
 _PROBE = """
-import json, sys, sysconfig, torch
+import importlib.util, json, sys, sysconfig
+if importlib.util.find_spec("torch") is None:
+    sys.exit(3)
+import torch
 print(json.dumps({
     "torch": torch.__version__, "cuda": torch.version.cuda, "abi": int(torch._C._GLIBCXX_USE_CXX11_ABI),
     "root": torch.__path__[0], "suffix": sysconfig.get_config_var("EXT_SUFFIX"), "headers": sysconfig.get_path("include"),
@@ -80,10 +83,15 @@ def running_target() -> Target:
     )
 
 
-def installed_target(python: str = sys.executable) -> Target | None:
-    """The torch that `python` finds without this process's paths, or None. Sees through pip's isolated builds."""
-    done = subprocess.run([python, "-I", "-c", _PROBE], capture_output=True, text=True, check=False)
-    return Target(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
+def installed_target() -> Target | None:
+    """The torch that this Python finds without this process's paths, or None. Sees through pip's isolated builds. Raises BuildError if it cannot be imported."""
+    done = subprocess.run([sys.executable, "-I", "-c", _PROBE], capture_output=True, text=True, check=False)
+    if done.returncode == 3:
+        return None
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise BuildError(f"torch is there, but cannot be imported: {said}")
+    return Target(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def switch() -> str:
@@ -106,7 +114,10 @@ def source_folder() -> Path:
 def compiler() -> list[str]:
     """The C++ compiler: $CXX with its arguments, else the first of c++, g++, clang++ on PATH. Raises BuildError if there is none."""
     for command in (os.environ.get("CXX") or "", "c++", "g++", "clang++"):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise BuildError(f"CXX={command!r} is no command: {error}") from error
         if words and (found := shutil.which(words[0])):
             return [found, *words[1:]]
     raise BuildError("no C++ compiler: $CXX is not set to one, and none of c++, g++, clang++ is on PATH")
@@ -115,7 +126,10 @@ def compiler() -> list[str]:
 def compiler_and_version() -> str:
     """The C++ compiler with the first line of what it says about itself. Raises BuildError if there is none."""
     command = compiler()
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BuildError(f"{shlex.join(command)} cannot be run: {error.strerror}") from error
     said = next((line.strip() for line in done.stdout.splitlines() if line.strip()), f"--version: status {done.returncode}")
     return f"{shlex.join(command)} ({said})"
 
@@ -125,6 +139,10 @@ def _host_flags(cxx: list[str]) -> list[str]:
     programs = list(itertools.takewhile(lambda word: not word.startswith("-"), cxx))
     options = (word.replace(",", "\\,") for word in cxx[len(programs) :])  # nvcc takes a bare comma for the end of an option
     return ["-ccbin", programs[-1], *(word for option in options for word in ("-Xcompiler", option))]
+
+
+_TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, f"{os.uname().machine}-linux")
+"""What CUDA calls this kind of machine."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +162,7 @@ def find_toolkit(target: Target) -> tuple[Toolkit | None, str]:
     seen = []
     for where, root in _toolkit_roots(target):
         nvcc = root / "bin" / "nvcc"
-        include = next((p for p in (root / "include", root / "targets" / "x86_64-linux" / "include") if _has_runtime(p)), None)
+        include = next((p for p in (root / "include", root / "targets" / _TARGET / "include") if _has_runtime(p)), None)
         if not nvcc.is_file() or include is None:
             seen.append(f"{where} ({root}): " + ("no bin/nvcc" if not nvcc.is_file() else "no include/cuda_runtime.h"))
             continue
@@ -191,7 +209,7 @@ def _has_runtime(include: Path) -> bool:
     return (include / "cuda_runtime.h").is_file()
 
 
-def architectures(target: Target, toolkit: Toolkit) -> list[str]:
+def architectures(toolkit: Toolkit) -> list[str]:
     """Compute capabilities to build for, as "9.0" or "10.0+PTX": $TORCH_CUDA_ARCH_LIST, else the GPUs present, else a fixed list."""
     if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         archs = [arch for arch in re.split(r"[ ;,]+", asked) if arch]
@@ -214,9 +232,11 @@ def present_gpus() -> list[str]:
     """Capabilities of this machine's GPUs; none where the driver's tool is missing or finds none."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
-    done = subprocess.run(
-        [tool, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
+    command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:  # a driver that hangs must not hang an installation
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
     return sorted({line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip())})
 
 
@@ -247,18 +267,18 @@ class Plan:
     why: str
 
 
-def make_plan(target: Target, choice: str | None = None) -> Plan:
-    """Decide on the flavour: CUDA where torch has it and a matching toolkit is found, unless `choice` (the switch) says otherwise.
+def make_plan(target: Target) -> Plan:
+    """Decide on the flavour: CUDA where torch has it and a matching toolkit is found, unless the switch says otherwise.
 
     Raises BuildError if CUDA is asked for and cannot be had.
     """
-    choice = choice or switch()
+    choice = switch()
     toolkit, why = find_toolkit(target) if choice != "cpu" else (None, f"{SWITCH}=cpu")
     if toolkit is None:
         if choice == "cuda":
             raise BuildError(f"{SWITCH}=cuda, but {why}")
         return Plan(target, "cpu", None, (), why)
-    return Plan(target, "cuda", toolkit, tuple(architectures(target, toolkit)), why)
+    return Plan(target, "cuda", toolkit, tuple(architectures(toolkit)), why)
 
 
 def key(target: Target, flavour: str) -> str:
@@ -300,8 +320,7 @@ def compile_into(folder: Path, plan: Plan) -> Path:
             if name.endswith(".cu") and plan.toolkit is not None:
                 start = [plan.toolkit.nvcc, *_NVCC_FLAGS, *_host_flags(cxx), *_arch_flags(plan.architectures)]
             commands.append([*start, *common, "-c", str(sources / name), "-o", objects[-1]])
-        # A translation unit with torch's headers takes about 1 GB.
-        with concurrent.futures.ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(min(len(commands), _jobs())) as pool:
             list(pool.map(_run, commands))
         linked = f"{scratch}/{MODULE}{target.suffix}"
         _run([*cxx, "-shared", "-fopenmp", *objects, *libraries, "-o", linked])
@@ -309,6 +328,13 @@ def compile_into(folder: Path, plan: Plan) -> Path:
         os.replace(linked, binary)
     (folder / f"{MODULE}.json").write_text(json.dumps({"key": key(target, plan.flavour), **asdict(plan)}, indent=1) + "\n")
     return binary
+
+
+def _jobs() -> int:
+    """Compilers at once: a translation unit with torch's headers takes about 1 GB. $MAX_JOBS, as in torch's own builds, else one per core."""
+    asked = os.environ.get("MAX_JOBS", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, int(asked)) if asked.isdecimal() else cores or 1
 
 
 def _runtime_folders(toolkit: Toolkit) -> list[Path]:
@@ -327,6 +353,11 @@ def _arch_flags(architectures: tuple[str, ...]) -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise BuildError(f"{shlex.join(command)}\ncannot be run: {error.strerror}") from error
     if done.returncode != 0:
         raise BuildError(f"{shlex.join(command)}\nfailed with exit status {done.returncode}:\n{done.stdout.strip()}")

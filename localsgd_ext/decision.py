@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .binding import Mode
 from .collectives import Watch
 from .errors import NonFiniteError
 from .items import Item, first_nonfinite
 from .report import PendingReport
 from .standing import Call, News, Standing
+from .wire import Mode
 
 NONFINITE = ("raise", "exclude", "ignore")
 

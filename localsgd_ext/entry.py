@@ -9,11 +9,11 @@ import torch
 
 from . import agreement
 from .averager import Averager
-from .binding import Mode
 from .control import Control
 from .items import Item
 from .layout import Rule
 from .models import PARAMETER_FATES
+from .wire import Mode
 
 
 def agree(

@@ -92,7 +92,7 @@ def version(items: Sequence[Item]) -> tuple[int, int]:
 
 
 def _version_of(tensors: list[torch.Tensor]) -> int:
-    return sum(map(_version, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
+    return hash((*map(_version, tensors), *map(torch.Tensor.data_ptr, tensors)))
 
 
 def averageable(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,6 @@ class Rule(enum.Enum):
 class TensorSpec:
     """What the layout needs to know of one dense tensor. Complex tensors are described as twice as many real numbers."""
 
-    name: str
     numel: int
     dtype: torch.dtype
     wire: Wire
@@ -60,6 +59,10 @@ class Bucket:
     drift_numel: int
     segments: tuple[Segment, ...]
     fragment: int = 0  # the part of the model that it belongs to
+
+    def views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each segment, in the tensors' flat memory."""
+        return [flats[s.tensor][s.start : s.start + s.numel] for s in self.segments]
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class LocalSGD:
             each element of the parameters (float64 for float64). float16, int8 and int4 share a scale among 256 values. Buffers, the
             averagings asked for (synchronize(), averaged()) and the closing one always travel exactly. After loading other weights in place inside
             the block call synchronize(): so large a difference would travel coarsely; with `outer`, to which it would be progress, leave the block instead.
-        state_device: where those two are kept: None for beside the parameters, or "cpu".
+        state_device: where anchor, residual and momentum are kept: None for beside the parameters, or "cpu".
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
         nonfinite: a rank whose parameters hold NaN or inf when an averaging begins: "raise" NonFiniteError on every rank, before
@@ -145,20 +145,20 @@ class LocalSGD:
 
         models.check_parts(model)
         replicas = find_replicas(model, process_group, accelerator)
-        self._selection = models.Selection(model, buffers, replicas)
-        for item in self._selection.items():
+        selection = models.Selection(model, buffers, replicas)
+        for item in selection.items():
             check_in_place(item)
         if replicas is None or replicas.group.size() == 1:
             return
         group = replicas.group
-        backends.pick(backend, {item.tensor.device.type for item in self._selection.items()})
+        backends.pick(backend, {item.tensor.device.type for item in selection.items()})
         options = {
             "wire": wire, "outer": described_outer, "buffers": buffers, "nonfinite": nonfinite, "count": count, "bucket_mb": bucket_mb,
             "fragments": fragments, "overlap_steps": overlap_steps, "version of localsgd_ext": __version__,
         }  # fmt: skip
         averager = Averager(group, wire, backend, bucket_mb, outer, home, fragments, overlap_steps > 0)
         control = Control(group, timeout, replicas.inside)
-        self._rounds = Rounds(self._selection, averager, control, nonfinite, options, overlap_steps > 0)
+        self._rounds = Rounds(selection, averager, control, nonfinite, options, overlap_steps > 0)
         if accelerator is not None:
             self._hooks = AccelerateHooks(self, accelerator, dist.get_rank(), replicas.part)
         self._gradient_sync = GradientSync(model, group)
@@ -176,6 +176,7 @@ class LocalSGD:
                     self._rounds.begin(self._place)
                 except BaseException as error:
                     self._rounds.fail(error)
+                    self._rounds.release()
                     raise
             self._gradient_sync.set(on=self._interval == 0)
         self._inside = True
@@ -339,7 +340,7 @@ class LocalSGD:
         state = state if self._hooks is None else self._hooks.own_state(state)
         self.num_steps = int(state["num_steps"])
         self._round_began = self.num_steps - int(state["phase"])
-        interval = int(state.get("interval", torch.tensor(-1)))
+        interval = int(state["interval"])
         self._interval = None if interval < 0 else lasting(interval, self._overlap_steps, self._fragments)
         self._gradient_sync.was_off |= bool(state["was_local"])
         if self._rounds is not None:

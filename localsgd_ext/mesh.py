@@ -126,8 +126,8 @@ class Mesh:
         payloads = [payload if rank == self.rank else self._rows[rank].payload for rank in range(self.size)]
         for other in self.others:
             self._post(other)
-        with contextlib.suppress(RuntimeError):  # a rank that has gone since is the business of the next exchange
-            for work in self._sends:
+        for work in self._sends:
+            with contextlib.suppress(RuntimeError):  # a rank that has gone since is the business of the next exchange
                 work.wait(_left(deadline))
         self._sends.clear()
         return payloads

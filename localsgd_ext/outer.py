@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -46,7 +46,7 @@ Outer = OuterSGD | OuterFactory
 def DiLoCo(lr: float = 0.7, momentum: float = 0.9) -> OuterSGD:
     """DiLoCo's outer optimizer, Nesterov momentum, to be used with hundreds of local AdamW steps in a round.
 
-    Douillard et al. 2023, arXiv 2311.08105: lr=0.7 and momentum=0.9 were best there for every number of replicas.
+    Douillard et al. 2023, arXiv 2311.08105: lr=0.7 and momentum=0.9 were best there for every number of replicas. Raises ValueError as `OuterSGD` does.
     """
     return OuterSGD(lr, momentum, nesterov=True)
 
@@ -56,9 +56,14 @@ def SlowMo(lr: float = 1.0, momentum: float = 0.5) -> OuterSGD:
 
     The paper's buffer is u <- momentum * u + d / gamma with the step lr * gamma * u, gamma being the inner learning rate. Here it is kept in units
     of the weights, m = gamma * u, which is the same where gamma does not change between two rounds, and needs no division by a learning
-    rate that a schedule may have brought to 0.
+    rate that a schedule may have brought to 0. lr is the paper's alpha, momentum its beta. Raises ValueError as `OuterSGD` does.
     """
     return OuterSGD(lr, momentum)
+
+
+def makes_optimizer(outer: Outer | None) -> TypeGuard[OuterFactory]:
+    """Whether it is an optimizer of torch's that steps the anchors, after the averaging, instead of a part of its last pass."""
+    return outer is not None and not isinstance(outer, OuterSGD)
 
 
 def check_outer(outer: Any) -> str:

@@ -119,10 +119,15 @@ def host_groups(local_world_size: int | None = None) -> tuple[dist.ProcessGroup,
         with LocalSGD(None, model, 8, process_group=between) as local_sgd:
 
     To be called on all ranks of the world. local_world_size: ranks of a host, the same on all; default LOCAL_WORLD_SIZE, as torchrun sets it. Ranks
-    of a host must follow each other, as torchrun numbers them. Raises LocalSGDError where hosts do not have equally many.
+    of a host must follow each other, as torchrun numbers them. Raises LocalSGDError where hosts do not have equally many, and without a process group.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise LocalSGDError("host_groups() needs torch.distributed; call init_process_group() first")
     world = dist.get_world_size()
-    size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    size = local_world_size
+    if size is None:
+        given = os.environ.get("LOCAL_WORLD_SIZE", "")
+        size = int(given) if given.isdecimal() else 0
     # Compared without a collective, in which ranks that know better would not take part.
     store = PrefixStore(f"localsgd_ext/hosts/{next(_calls)}/", dist.distributed_c10d._get_default_store())
     store.set(str(dist.get_rank()), str(size))

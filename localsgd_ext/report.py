@@ -57,7 +57,7 @@ def restored(state: Mapping[str, torch.Tensor]) -> SyncReport | None:
     numbers: dict[str, Any] = {k.removeprefix("report."): v.item() for k, v in state.items() if k.startswith("report.")}
     if not numbers.get("round"):
         return None
-    if math.isnan(numbers.setdefault("device_seconds", math.nan)):
+    if math.isnan(numbers["device_seconds"]):
         numbers["device_seconds"] = None
     return SyncReport(**numbers, backend="")
 

@@ -11,7 +11,7 @@ import torch
 from . import agreement
 from .averager import Averager
 from .background import JOIN_SECONDS, Flight, Worker
-from .binding import Binding, Mode
+from .binding import Binding
 from .control import Control
 from .decision import Outcome, check_average, decide, warn
 from .entry import agree
@@ -20,6 +20,7 @@ from .items import Item, first_nonfinite, values_after, version
 from .models import Selection
 from .report import PendingReport, SyncReport, restored, saved, span
 from .standing import Call, Place, Standing
+from .wire import Mode
 
 CHECK = "LOCALSGD_EXT_CHECK"
 """Set to 1, makes every handshake compare the anchors of all ranks, bit by bit. Slow: for debugging."""
@@ -65,13 +66,13 @@ class Rounds:
     @property
     def report(self) -> SyncReport | None:
         """The report of the last averaging. Reading it may wait for the ranks' drift, and for the device."""
-        self.settle()
+        self.wait_for_drift()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._report = pending.result()
         return self._report
 
-    def settle(self) -> None:
+    def wait_for_drift(self) -> None:
         """Wait for the drift of the last averaging, which travels while training goes on; read no value from the device."""
         if self._pending is not None:
             with self._control.blaming():
@@ -225,7 +226,7 @@ class Rounds:
 
     def _standing(self, call: Call, place: Place, following: int, parts: int, items: Sequence[Item]) -> Standing:
         """Of this rank, save whether its weights are finite. Makes sure that the tensors are bound."""
-        self.settle()
+        self.wait_for_drift()
         binding = self._averager.bind(items, Mode.WIRE if self._begun else Mode.VALUES)
         anchors = self._averager.anchors
         agreed = self._begun and (anchors is None or anchors.agreed)
@@ -261,7 +262,7 @@ class Rounds:
         standings = self.average(Call.EXIT, place)
         while any(standing.call is not Call.EXIT for standing in standings):
             standings = self.average(Call.EXIT, place)
-        self.settle()
+        self.wait_for_drift()
         furthest = max(standings, key=lambda standing: standing.step)
         return Place(furthest.step, furthest.interval, furthest.phase)
 

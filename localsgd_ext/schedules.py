@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Schedule = Callable[["LocalSGD"], int]
 
 LONGEST = 2**31
-"""Steps of a round without an end in sight."""
+"""Steps of a round without an end in sight; longer ones are as long as this."""
 
 _ALLOWED = (
     "local_sgd_steps must be a whole number >= 1 (average every so many steps), "
@@ -78,7 +78,8 @@ class QSR:
     Gu et al. 2024, arXiv 2310.14423. optimizer: the inner one; lr is the largest of its parameter groups', as it is when a round begins. alpha:
     a coefficient to tune, in units of the learning rate. While lr rises (a warm-up: more than when last asked, or at first less than what the
     optimizer's scheduler names as its initial or largest) rounds have `base` steps, lest the small lr of the beginning make a round that never
-    ends. Where lr has fallen to 0 the round lasts until the block ends, which averages.
+    ends. Where lr has fallen to 0 the round lasts until the block ends, which averages. Raises TypeError for what is no optimizer or no number,
+    ValueError for base < 1 and alpha <= 0.
     """
 
     optimizer: torch.optim.Optimizer
@@ -118,7 +119,8 @@ class DriftTarget:
 
     Starts with min_steps. Then, since drift grows with the steps of a round, about in proportion at first, the next has those of the last one
     measured times target / drift, at most twice as many. That is the round before the one that is ending, so single rounds may miss the target by
-    half or twice of it where training is uneven.
+    half or twice of it where training is uneven. Raises TypeError for steps that are no whole numbers, ValueError unless target > 0 and
+    1 <= min_steps <= max_steps.
     """
 
     target: float
@@ -178,7 +180,7 @@ def checked_interval(schedule: Schedule, local_sgd: LocalSGD) -> int:
             f"the schedule {schedule!r} returned {value!r} at step {local_sgd.num_steps}; it must return the number of local "
             "steps of the next round, a whole number >= 1, or 0 for a step of ordinary synchronous training"
         )
-    return interval
+    return min(interval, LONGEST)
 
 
 def _whole_number(value: Any) -> int:

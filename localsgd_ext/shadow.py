@@ -85,8 +85,7 @@ def shadows(table: Table, flats: Sequence[torch.Tensor]) -> tuple[list[Shadow], 
     made, moved = [], []
     for bucket, begin in places:
         part = slice(begin, begin + bucket.numel)
-        tensors = [flats[s.tensor][s.start : s.start + s.numel] for s in bucket.segments]
-        made.append(Shadow(table, bucket, tensors, before[part], after[part]))
+        made.append(Shadow(table, bucket, bucket.views(flats), before[part], after[part]))
         # A segment is all parameter or all buffer.
         cut = [0, bucket.drift_numel, bucket.numel]
         segments = tuple(Segment(0, begin + a, a, b - a) for a, b in itertools.pairwise(cut) if a < b)

@@ -59,6 +59,15 @@ Wire = torch.dtype | Code
 """With a dtype the sums of the tensors' values travel; with a code their differences to the anchor."""
 
 
+class Mode(enum.Enum):
+    """How the tensors travel in one averaging."""
+
+    WIRE = "wire"  # as the wire says
+    EXACT = "exact"  # the same, but rounding nothing away: what was dropped before is sent, too
+    FLUSH = "flush"  # only that: there is no progress for an outer optimizer
+    VALUES = "values"  # the plain mean of the values, whatever an anchor says
+
+
 @dataclass(frozen=True)
 class Chunks:
     """How the codes of a bucket are cut for the exchange: `count` chunks of `blocks` blocks and `nbytes` bytes, codes first, then scales.

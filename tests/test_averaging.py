@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 from localsgd_ext.averager import Averager, Item
-from localsgd_ext.binding import Mode
 from localsgd_ext.groups import Groups
+from localsgd_ext.wire import Mode
 
 from .groups import LateGroup, failing_group
 from .ranks import run_ranks

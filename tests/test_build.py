@@ -217,43 +217,45 @@ def toolkits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_toolkit_needs_headers_and_the_major_version_of_torch(toolkits: Path) -> None:
+def test_a_toolkit_needs_headers_and_the_major_version_of_torch(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = replace(build.running_target(), cuda="13.0")
-    plan = build.make_plan(target, "auto")
+    plan = build.make_plan(target)
     assert plan.flavour == "cuda"
     assert plan.toolkit is not None
     assert plan.toolkit.nvcc == str(toolkits / "good" / "bin" / "nvcc")
     assert any(arch.endswith("+PTX") for arch in plan.architectures)
     assert {"8.0", "9.0"} <= set(plan.architectures)
-    assert build.make_plan(target, "cpu").flavour == "cpu"
+    monkeypatch.setenv(build.SWITCH, "cpu")
+    assert build.make_plan(target).flavour == "cpu"
 
 
-def test_why_there_is_no_cuda(toolkits: Path) -> None:
+def test_why_there_is_no_cuda(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without = replace(build.running_target(), cuda=None)
-    assert build.make_plan(without, "auto").why == "this torch was built without CUDA"
+    assert build.make_plan(without).why == "this torch was built without CUDA"
     other = replace(without, cuda="11.8")
-    plan = build.make_plan(other, "auto")
+    plan = build.make_plan(other)
     assert plan.flavour == "cpu"
     for cause in ("bare", "no include/cuda_runtime.h", "CUDA 12.4, but torch was built with 11.8"):
         assert cause in plan.why
+    monkeypatch.setenv(build.SWITCH, "cuda")
     with pytest.raises(build.BuildError, match=r"LOCALSGD_EXT_BUILD=cuda, but .*12\.4"):
-        build.make_plan(other, "cuda")
+        build.make_plan(other)
 
 
 def test_an_nvcc_that_cannot_be_run(toolkits: Path) -> None:
     (toolkits / "good" / "bin" / "nvcc").chmod(0o644)
-    plan = build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
+    plan = build.make_plan(replace(build.running_target(), cuda="13.0"))
     assert plan.flavour == "cpu"
     assert "nvcc cannot be run: Permission denied" in plan.why
 
 
 def test_architectures_asked_for(toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 12.0+PTX")
-    plan = build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
+    plan = build.make_plan(replace(build.running_target(), cuda="13.0"))
     assert plan.architectures == ("8.0", "9.0a", "12.0+PTX")
     with monkeypatch.context() as patch, pytest.raises(build.BuildError, match="'Hopper'; write capabilities as numbers"):
         patch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;Hopper")
-        build.make_plan(replace(build.running_target(), cuda="13.0"), "auto")
+        build.make_plan(replace(build.running_target(), cuda="13.0"))
     flags = build._arch_flags(plan.architectures)
     assert "arch=compute_90a,code=sm_90a" in flags
     assert flags[-2:] == ["-gencode", "arch=compute_120,code=compute_120"]
@@ -289,7 +291,7 @@ def test_the_compiler_behind_nvcc(
     monkeypatch.setenv("CXX", cxx)
     commands: list[list[str]] = []
     monkeypatch.setattr(build, "_run", lambda command: (commands.append(command), straw(Path(command[-1]))))
-    build.compile_into(toolkits / "built", build.make_plan(replace(build.running_target(), cuda="13.0"), "cuda"))
+    build.compile_into(toolkits / "built", build.make_plan(replace(build.running_target(), cuda="13.0")))
     wanted = [program.format(bin=toolkits / "tools"), *options, "-gencode"]
     calls = [command for command in commands if command[0].endswith("/nvcc")]
     assert calls

@@ -19,9 +19,9 @@ from localsgd_ext import LocalSGD
 from localsgd_ext.averager import Averager, Item
 from localsgd_ext.backends import pick
 from localsgd_ext.backends.reference import ReferenceBackend
-from localsgd_ext.binding import Mode
 from localsgd_ext.collectives import Terms
 from localsgd_ext.layout import Rule, TensorSpec, plan
+from localsgd_ext.wire import Mode
 
 from . import ranks
 from .tensors import DTYPES, OddModel, values
@@ -73,7 +73,7 @@ class Memory:
     def bind(self, engine: Any, wire: torch.dtype, parameters: int, bucket_bytes: int, rule: Rule = Rule.MEAN) -> list[Any]:
         """The buckets, each with a staging buffer of its own."""
         specs = [
-            TensorSpec(str(i), flat.numel(), flat.dtype, wire, flat.device, rule, i < parameters, flat.data_ptr())
+            TensorSpec(flat.numel(), flat.dtype, wire, flat.device, rule, i < parameters, flat.data_ptr())
             for i, flat in enumerate(self.flats)
         ]
         (table,) = plan(specs, bucket_bytes)

@@ -21,7 +21,7 @@ sizes = st.one_of(st.integers(0, 5), st.integers(250, 262), st.integers(500, 110
 def specs(draw: st.DrawFn) -> list[TensorSpec]:
     counts = draw(st.lists(st.tuples(sizes, dtypes, st.sampled_from(Rule), st.booleans()), max_size=12))
     return [
-        TensorSpec(f"t{i}", n, dtype, torch.uint8 if rule is Rule.FOLLOW else dtype, CPU, rule, is_parameter, 10_000 * (i + 1))
+        TensorSpec(n, dtype, torch.uint8 if rule is Rule.FOLLOW else dtype, CPU, rule, is_parameter, 10_000 * (i + 1))
         for i, (n, dtype, rule, is_parameter) in enumerate(counts)
     ]
 
@@ -82,8 +82,8 @@ def test_drift_covers_the_parameters_and_only_them(tensors: list[TensorSpec], bu
 
 
 def test_tied_tensors_are_laid_out_once() -> None:
-    one = TensorSpec("embedding", 12, torch.float32, torch.float32, CPU, Rule.MEAN, True, 4096)
-    two = TensorSpec("head", 12, torch.float32, torch.float32, CPU, Rule.MEAN, True, 4096)
+    one = TensorSpec(12, torch.float32, torch.float32, CPU, Rule.MEAN, True, 4096)
+    two = TensorSpec(12, torch.float32, torch.float32, CPU, Rule.MEAN, True, 4096)
     (table,) = plan([one, two], 1 << 20)
     assert [segment.tensor for bucket in table.buckets for segment in bucket.segments] == [0]
 
@@ -91,7 +91,7 @@ def test_tied_tensors_are_laid_out_once() -> None:
 def test_tensors_that_do_not_fit_the_rest_of_a_bucket_are_not_dropped() -> None:
     # sizes 6 and 6 with room for 10, in blocks of ALIGN elements
     tensors = [
-        TensorSpec(name, 6 * ALIGN, torch.float32, torch.float32, CPU, Rule.MEAN, True, address)
+        TensorSpec(6 * ALIGN, torch.float32, torch.float32, CPU, Rule.MEAN, True, address)
         for name, address in (("a", 4096), ("b", 1 << 20))
     ]
     (table,) = plan(tensors, 10 * ALIGN * 4)
@@ -122,7 +122,7 @@ def test_gaps_and_overlap_are_not_dense(tensor: torch.Tensor) -> None:
 
 def test_tables_come_in_the_order_of_their_first_tensor() -> None:
     order = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float64, torch.float32]
-    tensors = [TensorSpec(str(i), 3, d, d, CPU, Rule.MEAN, True, 100 * (i + 1)) for i, d in enumerate(order)]
+    tensors = [TensorSpec(3, d, d, CPU, Rule.MEAN, True, 100 * (i + 1)) for i, d in enumerate(order)]
     assert [table.dtype for table in plan(tensors, 1024)] == [
         k for k, _ in itertools.groupby(sorted(set(order), key=order.index))
     ]

@@ -12,8 +12,7 @@ from torch import nn
 
 from localsgd_ext import DiLoCo, LocalSGD, OuterSGD, SlowMo
 from localsgd_ext.averager import Averager, Item
-from localsgd_ext.binding import Mode
-from localsgd_ext.wire import EXACT
+from localsgd_ext.wire import EXACT, Mode
 
 from .local_steps import BUCKET_MB, drift, everything, mean_drift, parameters
 from .ranks import run_ranks

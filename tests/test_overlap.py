@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from localsgd_ext import DiLoCo, LocalSGD, OuterSGD, SlowMo
-from localsgd_ext.binding import Mode
+from localsgd_ext.wire import Mode
 
 from .local_steps import BUCKET_MB, drift, everything, parameters
 from .ranks import run_ranks

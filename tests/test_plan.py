@@ -124,7 +124,7 @@ def test_memory_is_what_is_kept(wire: str, outer: bool) -> None:
     numel = 100_000
     tensor = torch.zeros(numel)
     code = travels_as(torch.float32, wire, True, outer)
-    tables = plan([TensorSpec("x", numel, torch.float32, code, tensor.device, Rule.MEAN, True, tensor.data_ptr())], 2**20)
+    tables = plan([TensorSpec(numel, torch.float32, code, tensor.device, Rule.MEAN, True, tensor.data_ptr())], 2**20)
     kept = 0
     if isinstance(code, Code):
         anchors = Anchors(tables, [Item("x", tensor)], DiLoCo() if outer else None, None)

@@ -12,8 +12,7 @@ from torch import nn
 
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 from localsgd_ext.averager import Averager, Item
-from localsgd_ext.binding import Mode
-from localsgd_ext.wire import EXACT, Chunks, Code, travels_as
+from localsgd_ext.wire import EXACT, Chunks, Code, Mode, travels_as
 
 from .local_steps import BUCKET_MB, LOSSY, WAYS, drift, everything, mean_drift, parameters, states
 from .ranks import run_ranks

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../elementwise.h"
@@ -92,6 +93,7 @@ void encode(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, i
     const auto by = static_cast<W>(divisor);
     const W share = W(1) / by;
     for_each_piece(count * chunks.blocks, [&](int64_t first, int64_t last, int64_t) {
+      // Blocks behind the end of the bucket have no segment, and look at none.
       const Segment* segment = segment_at(bucket, std::min(first * kBlock, bucket.numel - 1));
       for (int64_t block = first; block < last; ++block) {
         const int64_t begin = block * kBlock, n = std::min(kBlock, bucket.numel - begin);
@@ -136,7 +138,7 @@ void reduce(c10::ScalarType dtype, const Chunks& chunks, int64_t parts, const ch
 Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, const Received& received, const Outer& outer,
           void* anchor, void* momentum, bool measure) {
   const int64_t blocks = (bucket.numel + kBlock - 1) / kBlock;
-  std::vector<Sums> partial((blocks + kPieceBlocks - 1) / kPieceBlocks);
+  std::vector<Sums> partial(measure ? (blocks + kPieceBlocks - 1) / kPieceBlocks : 0);
   with_types(dtype, chunks.code, [&](auto value, auto code) {
     using T = decltype(value);
     using W = typename Wide<T>::type;
@@ -180,12 +182,7 @@ Sums land(const Bucket& bucket, c10::ScalarType dtype, const Chunks& chunks, con
       }
     });
   });
-  Sums sums;
-  for (const Sums& each : partial) {
-    sums.distance_sq += each.distance_sq;
-    sums.mean_sq += each.mean_sq;
-  }
-  return sums;
+  return folded(partial);
 }
 
 }  // namespace localsgd::cpu

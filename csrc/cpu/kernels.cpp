@@ -1,7 +1,6 @@
 #include "../kernels.h"
 
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "../elementwise.h"
@@ -89,12 +88,7 @@ Sums apply(const Bucket& bucket, c10::ScalarType dtype, c10::ScalarType wire, co
       }
     });
   });
-  Sums sums;
-  for (const Sums& each : partial) {
-    sums.distance_sq += each.distance_sq;
-    sums.mean_sq += each.mean_sq;
-  }
-  return sums;
+  return folded(partial);
 }
 
 }  // namespace localsgd::cpu

@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "../layout.h"
 
-// Between LOCALSGD_AVX2_BEGIN and _END functions may use these instructions, and are called only where the processor has them.
+// Loops are compiled twice (kernels.cpp, coded.cpp), in namespaces `baseline` and `avx2`; LOCALSGD_LOOP calls the one that this
+// processor has, so that one binary is fast on new ones and runs on all.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 #define LOCALSGD_AVX2 1
@@ -31,6 +33,16 @@ inline const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_sup
 constexpr int64_t kPiece = 1 << 16;
 
 inline int64_t pieces_of(int64_t numel) { return (numel + kPiece - 1) / kPiece; }
+
+// Those of all pieces together.
+inline Sums folded(const std::vector<Sums>& pieces) {
+  Sums sums;
+  for (const Sums& each : pieces) {
+    sums.distance_sq += each.distance_sq;
+    sums.mean_sq += each.mean_sq;
+  }
+  return sums;
+}
 
 // The segment in which element `position` of the bucket lies.
 inline const Segment* segment_at(const Bucket& bucket, int64_t position) {

@@ -93,6 +93,7 @@ __device__ __forceinline__ void move_groups(const From* from, To* to, int groups
 }
 
 // to[i] = op(from[i], to[i]) for i in [0, n), by the lanes of one warp. Never touches memory outside the two ranges.
+// n is no more than a piece holds, which an int counts.
 template <typename To, typename From, typename Op>
 __device__ __forceinline__ void move(const From* from, To* to, int n, int lane, Op& op) {
   constexpr int kGroup = kVector / static_cast<int>(sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));

@@ -74,7 +74,7 @@ def scale_of(largest: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Ten
 
 
 class CodedBucket:
-    """A bucket whose differences to the anchor travel in codes; see `BoundBucket` for the calls and their order.
+    """A bucket whose differences to the anchor travel in codes; see `_Bucket` in reference.py for the calls and their order.
 
     chunks: where they are `summed`, it is values that travel. staging, state, outer: see `Backend.bind_coded`.
     """
@@ -96,7 +96,7 @@ class CodedBucket:
         self._numel = bucket.numel
         self._rank, self._size = rank, size
         self._chunks = chunks
-        self._tensors = [flats[s.tensor][s.start : s.start + s.numel] for s in bucket.segments]
+        self._tensors = bucket.views(flats)
         self._sizes = [segment.numel for segment in bucket.segments]
         self._drift_numel = bucket.drift_numel
         self._state = state

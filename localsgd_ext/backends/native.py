@@ -73,7 +73,7 @@ class NativeBackend:
         )  # fmt: skip
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
-        milliseconds = 0 if terms.timeout is None else int(terms.timeout.total_seconds() * 1000)
+        milliseconds = 0 if terms.timeout is None else max(1, int(terms.timeout.total_seconds() * 1000))
         return self._extension.average(
             buckets,
             group,

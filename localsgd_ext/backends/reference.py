@@ -109,7 +109,7 @@ class ReferenceBucket:
         self.follow, self.slot = table.rule is Rule.FOLLOW, staging.data_ptr()
         self.buffer = staging[: bucket.numel * table.wire.itemsize].view(table.wire)
         sizes = [segment.numel for segment in bucket.segments]
-        self._tensors = [_slice(flats[s.tensor], s.start, s.numel) for s in bucket.segments]
+        self._tensors = bucket.views(flats)
         self._staged = list(self.buffer.split(sizes))
         self._exact = table.dtype == table.wire
         # Parameters come first in a table, so the measured part is a whole number of leading segments.
@@ -167,7 +167,3 @@ class ReferenceBucket:
         if mean.dtype != scratch.dtype:
             mean = scratch.copy_(mean)
         return distance_sq, torch.dot(mean, mean)
-
-
-def _slice(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    return flat if numel == flat.numel() else flat[start : start + numel]

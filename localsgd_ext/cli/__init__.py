@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and give its exit status: 0 done, 1 failed, 130 interrupted; a wrong argument exits with 2."""
+    """Run the command line and give its exit status: 0 done, 1 failed, 130 interrupted, 141 where nobody reads on; a wrong argument exits with 2."""
     parser = _Parser(
         prog="localsgd-ext",
         description="Fast, safe parameter averaging for local SGD with PyTorch and Accelerate.",
@@ -51,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return int(module.run(args))
+        status = int(module.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left for the interpreter to stumble over
+        return 141
     except KeyboardInterrupt:
         # The progress bar leaves the cursor in its own line.
         print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)

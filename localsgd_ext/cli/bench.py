@@ -53,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print on rank 0; a mistake of the user's ends in one line and status 2."""
     if (args.params is None) != (args.step_time is None):
         args.error("--params and --step-time go together")
-    if not 0.01 <= args.mb <= 65536 or max(args.bucket_mb) > 65536:
-        args.error("--mb must be from 0.01 to 65536, and --bucket-mb at most 65536")
+    if not 0.01 <= args.mb <= 65536 or max(args.bucket_mb) > 65536 or args.timeout > 1e6:
+        args.error("--mb must be from 0.01 to 65536, --bucket-mb at most 65536, and --timeout at most a million seconds")
     if missing := [each for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(each)]:
         args.error(
             f"{missing[0]} is not set: start it on every machine with torchrun (torchrun ... -m localsgd_ext bench) or accelerate launch -m"
         )
     if not os.environ["WORLD_SIZE"].isdigit() or int(os.environ["WORLD_SIZE"]) < 2:
         args.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: there are no two ranks to measure between")
-    if args.json and os.environ["RANK"] == "0" and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+    if args.json and os.environ["RANK"] == "0" and not _can_be_written(args.json):
         args.error(f"{args.json} cannot be written")
     import torch
     import torch.distributed as dist
@@ -95,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _can_be_written(path: Path) -> bool:
+    return os.access(path, os.W_OK) and not path.is_dir() if path.exists() else os.access(path.parent, os.W_OK)
 
 
 def measure(

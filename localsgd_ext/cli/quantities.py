@@ -66,7 +66,7 @@ def spoken_seconds(value: float) -> str:
         (7200.0, "min", 1 / 60),
         (math.inf, "h", 1 / 3600),
     ):
-        if value < limit:
+        if float(_three(value * scale)) < limit * scale:
             return f"{_three(value * scale)} {unit}"
     return f"{value} s"
 
@@ -88,7 +88,9 @@ def spoken_count(value: float) -> str:
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:
-    place = min(len(units) - 1, max(0, math.floor(math.log10(value) / 3))) if value >= 1 else 0
+    place = 0
+    while place + 1 < len(units) and float(_three(value / 1000**place)) >= 1000:
+        place += 1
     return f"{_three(value / 1000**place)} {units[place]}"
 
 

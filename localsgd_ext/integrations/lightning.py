@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import LocalSGDError
 from ..local_sgd import LocalSGD
+from ..replicas import find_ddp
 from ..schedules import Schedule
 from .shared import Average, check_options, check_whole, nothing, replace_method
 
@@ -85,7 +85,7 @@ class LocalSGDCallback(Callback):
         self._leave(LocalSGDError("its last fit() ended with an exception"))
         self._failed = False
         model = trainer.strategy.model
-        if trainer.world_size > 1 and not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+        if trainer.world_size > 1 and find_ddp(model) is None:
             raise NotImplementedError(
                 f"LocalSGDCallback does not work with {type(trainer.strategy).__name__}; use strategy='ddp' if the model fits on one device"
             )
@@ -93,6 +93,7 @@ class LocalSGDCallback(Callback):
         local_sgd = LocalSGD(None, model, self._local_sgd_steps, **self._options)
         if self._loaded is not None:
             self._load(local_sgd, trainer)
+        self._end_gathering()  # of a fit() that failed
         if trainer.world_size > 1 and dist.get_backend() != "gloo":
             self._gathering = dist.new_group(backend="gloo")  # from host to host: a GPU may not have room for all ranks' states
         self._global_step = trainer.global_step
@@ -133,6 +134,9 @@ class LocalSGDCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._leave()
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end_gathering()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._failed = True
         self._leave(exception)
@@ -143,6 +147,12 @@ class LocalSGDCallback(Callback):
         self._undo_save, self._average = nothing, None
         if self.local_sgd is not None and self.local_sgd.is_inside:
             self.local_sgd.__exit__(None if error is None else type(error), error, None)
+
+    def _end_gathering(self) -> None:
+        """Later than the block: Lightning may save once more after its end."""
+        group, self._gathering = self._gathering, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _count(self, trainer: Any) -> None:
         """A step, if optimizers have stepped since."""
@@ -187,4 +197,6 @@ def _on_host(value: Any) -> Any:
         return value.detach().cpu()
     if isinstance(value, dict):
         return {key: _on_host(each) for key, each in value.items()}
-    return [_on_host(each) for each in value] if isinstance(value, list) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_on_host, value))
+    return value

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..dtensors import is_spread
 from ..local_sgd import LocalSGD
 from ..schedules import Schedule, as_schedule
 
@@ -26,7 +27,7 @@ def check_options(local_sgd_steps: int | Schedule, options: Mapping[str, Any]) -
 def check_whole(model: torch.nn.Module) -> None:
     """Raise NotImplementedError for a model in parts, of which the checkpoints of these loops are made in another way."""
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):
+        if is_spread(parameter):
             raise NotImplementedError(
                 f"parameter {name!r} is a DTensor (FSDP2 or tensor parallel), which LocalSGDCallback does not save; use plain DDP, or LocalSGD in a "
                 "training loop of your own"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ..anchors import Anchors
 from ..backends.coded import CodedBucket
 from ..backends.reference import ReferenceBucket
-from ..binding import Binding, Mode
+from ..binding import Binding
 from ..items import Item
 from ..layout import Bucket
 from ..outer import OuterSGD
-from ..wire import EXACT
+from ..wire import EXACT, Mode
 
 WIRE, ENGINE = "parameter", "torch"
 
@@ -73,5 +73,5 @@ class StagedBinding(Binding):
     def staged(self) -> list[ReferenceBucket | CodedBucket]:
         return cast("list[ReferenceBucket | CodedBucket]", self.buckets)
 
-    def _slot(self, staging: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
-        return torch.empty_like(staging[0])
+    def _slot(self, staging: Sequence[torch.Tensor], bucket: Bucket, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=staging[0].device)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ..anchors import Anchors
 from ..arguments import check_bucket_mb, check_choices
-from ..binding import Mode
 from ..collectives import Terms, wait
 from ..dtensors import is_spread
 from ..errors import LayoutMismatchError, LocalSGDError
@@ -21,6 +20,7 @@ from ..items import check_in_place
 from ..models import Selection, check_model, check_parts
 from ..outer import OuterSGD, check_outer
 from ..replicas import find_ddp
+from ..wire import Mode
 from .staged import ENGINE, WIRE, StagedBinding, SummingGroup
 
 try:
@@ -273,9 +273,7 @@ class LocalSGD:
         binding.give(1)
         if self._anchors is not None and binding.mode is Mode.VALUES:
             del self._bindings[Mode.VALUES]  # seldom needed
-            wire = self._bindings[Mode.WIRE]
-            wire.read_gaps()
-            self._anchors.set_to(wire.flats)
+            self._bindings[Mode.WIRE].agree()
         self._failed = []
         self._since = 0
         self.num_syncs += 1
