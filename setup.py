@@ -77,8 +77,8 @@ class Sdist(sdist):
 
 
 class BinaryDistribution(Distribution):
-    """A wheel with a binary inside belongs to one platform; without one it is for all. (After a compilation that failed it is without one, and yet
-    for one platform: the name is asked for before.)"""
+    """A wheel with a binary inside belongs to one platform; without one it is for all. (After a compilation that failed it is
+    without one, and yet for one platform: the name is asked for before.)"""
 
     def has_ext_modules(self) -> bool:
         return plan()[0] is not None

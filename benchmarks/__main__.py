@@ -4,9 +4,9 @@
     python -m benchmarks NAME...        only these (`list` names them), then likewise
     python -m benchmarks readme         draw and write from what benchmarks/results/ holds
 
-Every name is a run of one of the scripts here, in a process of its own, with nothing else beside it; its figures go to benchmarks/results/NAME.json. The
-hosts on slow links are network namespaces (Linux, as root). A run that fails is told at the end, and its old figures stay. Rivals and plots
-need what the `test` extra installs.
+Every name is a run of one of the scripts here, in a process of its own, with nothing else beside it; its figures go to
+benchmarks/results/NAME.json. The hosts on slow links are network namespaces (Linux, as root). A run that fails is told at the
+end, and its old figures stay. Rivals and plots need what the `test` extra installs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One averaging against its rivals and against one raw all-reduce of the same bytes, interleaved in one run.
 
-    python -m benchmarks.averaging [--ranks 2] [--rounds 7] [--sets gpt2 resnet50 tiny] [--methods raw native accelerate] [--bucket-mb 8] [--json FILE]
+    python -m benchmarks.averaging [--ranks 2] [--rounds 7] [--sets gpt2 resnet50 tiny] [--methods native torch] [--json FILE]
 
-Processes on this machine over Gloo on the loopback interface. Times are medians over the rounds of the slowest rank; "x raw" is the ratio to the
-raw all-reduce. Peak extra memory is the growth of the resident set during one averaging in a fresh process. Error is the
-largest absolute difference to the mean computed in float64.
+Processes on this machine over Gloo on the loopback interface. Times are medians over the rounds of the slowest rank; "x raw" is
+the ratio to the raw all-reduce. Peak extra memory is the growth of the resident set during one averaging in a fresh process.
+Error is the largest absolute difference to the mean computed in float64.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
 
         def average() -> None:
             if local_sgd.num_steps == 0:
-                # It starts from equal weights; and as in training, inside the block: outside it nothing is kept between averagings.
+                # It starts from equal weights; and as in training, inside the block: outside it nothing is kept between
+                # averagings.
                 model.fill(0)
                 local_sgd.__enter__()
                 model.fill(dist.get_rank())

@@ -1,9 +1,10 @@
-"""Where the default bucket size comes from: one averaging by the native engine with staging buffers of several sizes, in one run.
+"""Where the default bucket size comes from: one averaging by the native engine with staging buffers of several sizes, in one
+run.
 
     python -m benchmarks.buckets [--ranks 2] [--rounds 9] [--sets gpt2 resnet50 tiny] [--sizes 1 2 4 8 16 32] [--json FILE]
 
-Times are medians over interleaved rounds of the slowest rank, as multiples of one raw all-reduce of the same bytes; "slices" is the all-reduce in pieces
-of that size without any copying.
+Times are medians over interleaved rounds of the slowest rank, as multiples of one raw all-reduce of the same bytes; "slices" is
+the all-reduce in pieces of that size without any copying.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """What local training costs in quality: the demo's GPT, trained in several ways on the same tokens, from the same weights.
 
-    python -m benchmarks.convergence [--ranks 2 4] [--seeds 3] [--steps N] [--variants float32 int8 int4] [--local-sgd-steps 16] [--json FILE]
+    python -m benchmarks.convergence [--ranks 2 4] [--seeds 3] [--variants float32 int8 int4] [--json FILE]
     python -m benchmarks.convergence --ranks 4 --variants ddp local-8 local-32 slowmo-32 diloco-32 diloco-128 qsr
     python -m benchmarks.convergence --ranks 2 --variants local-8 overlap-8 int8-8 fragments-8
 
-Processes on this machine over Gloo on the loopback interface. Held-out loss is of the final model, nats per byte; a seed decides the initial weights
-and the order of the data. "vs" is the relative difference to the first variant's run with the same seed: mean, and worst. MB are what one rank sent, the
-closing averaging (always exact) included. The wires average every --local-sgd-steps; the other variants have their number of local steps in their names.
+Processes on this machine over Gloo on the loopback interface. Held-out loss is of the final model, nats per byte; a seed
+decides the initial weights and the order of the data. "vs" is the relative difference to the first variant's run with the same
+seed: mean, and worst. MB are what one rank sent, the closing averaging (always exact) included. The wires average every
+--local-sgd-steps; the other variants have their number of local steps in their names.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ STEPS = 256
 
 
 class Training(Protocol):
-    """What a variant builds: around the training loop, with a step() after each of the optimizer's. bytes_sent: by this rank."""
+    """What a variant builds: around the training loop, with a step() after each of the optimizer's. bytes_sent: by this
+    rank."""
 
     bytes_sent: int
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu [--sets gpt2 resnet50 tiny] [--bucket-mb 4 8 16 32 64 128] [--rounds 15] [--json FILE]
 
-Pack and apply move all buckets of a model through the ring of staging buffers, as an averaging does; "copy" moves as many bytes in
-copies of one bucket each into the same ring, and "one copy" the whole model at once. GB/s count what is read and written: pack and copy move
-every byte twice, apply (which also measures the drift) three times. Medians of CUDA events; what the caches held is evicted
-before each measurement, and launches are queued up behind a kernel that idles, so that the host's own time does not show.
+Pack and apply move all buckets of a model through the ring of staging buffers, as an averaging does; "copy" moves as many bytes
+in copies of one bucket each into the same ring, and "one copy" the whole model at once. GB/s count what is read and written:
+pack and copy move every byte twice, apply (which also measures the drift) three times. Medians of CUDA events; what the caches
+held is evicted before each measurement, and launches are queued up behind a kernel that idles, so that the host's own time does
+not show.
 
 A whole averaging is timed alone in an NCCL group (a collective of one rank moves nothing), so that what is left is the engine's
 own cost. "host" is the time until the call returns, "all" the time until the GPU is through.

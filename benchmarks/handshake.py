@@ -2,7 +2,8 @@
 
     python -m benchmarks.handshake [--ranks 2 4] [--rounds 300] [--json FILE]
 
-Accelerate's helper calls that barrier before each averaging. Processes on this machine over Gloo on the loopback interface; medians of rank 0.
+Accelerate's helper calls that barrier before each averaging. Processes on this machine over Gloo on the loopback interface;
+medians of rank 0.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Hosts on this machine: network namespaces on one switch, each with a link of a given rate. Linux, as root, with `ip` and `tc`.
+"""Hosts on this machine: network namespaces on one switch, each with a link of a given rate. Linux, as root, with `ip` and
+`tc`.
 
 with Hosts(2, mbit=100) as hosts:
     processes = hosts.launch([sys.executable, "train.py"])   # one process per host, as torchrun would start them
     hosts.unplug(1); hosts.plug_in(1); hosts.sent_bytes(1)
 
-With per_host=2 there are two of them on each. These talk to each other by their host's address, too, but what is for the host itself never reaches
-its link: it is neither slowed down nor counted.
+With per_host=2 there are two of them on each. These talk to each other by their host's address, too, but what is for the host
+itself never reaches its link: it is neither slowed down nor counted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """count: how many. mbit: rate of each host's link, in each direction; None for as fast as it goes. per_host: processes on each."""
+    """count: how many. mbit: rate of each host's link, in each direction; None for as fast as it goes. per_host: processes on
+    each."""
 
     def __init__(self, count: int, mbit: float | None = None, per_host: int = 1) -> None:
         self.count = count
@@ -71,7 +73,8 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
     def launch(self, command: Sequence[str], **options: object) -> list[subprocess.Popen[str]]:
-        """Start `command` `per_host` times on each host, with the variables from which torch.distributed knows its place: in order of rank."""
+        """Start `command` `per_host` times on each host, with the variables from which torch.distributed knows its place: in
+        order of rank."""
         return [self._start(rank, command, options) for rank in range(self.count * self.per_host)]
 
     def run(self, command: Sequence[str]) -> str:

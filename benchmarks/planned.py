@@ -1,10 +1,12 @@
-"""What `localsgd-ext plan` predicts from what `localsgd-ext bench` measured, against training as it is: between two hosts on slow links, and over loopback.
+"""What `localsgd-ext plan` predicts from what `localsgd-ext bench` measured, against training as it is: between two hosts on
+slow links, and over loopback.
 
     python -m benchmarks.planned [--mbit 100 1000 0] [--rounds 3] [--batch 6] [--json FILE]
 
-Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`; 0 Mbit/s: both processes on one host, over loopback) first measure the link, then
-train the demo's GPT in every setting by turns of 32 steps. The time of a local step is that of the turns without communication. Predicted and measured are steps per second, as
-medians over the turns.
+Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`; 0 Mbit/s: both
+processes on one host, over loopback) first measure the link, then train the demo's GPT in every setting by turns of 32 steps.
+The time of a local step is that of the turns without communication. Predicted and measured are steps per second, as medians
+over the turns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The figures of README.md, written there from benchmarks/results/: none of them is typed.
 
-Between `<!-- figures: NAME -->` and `<!-- /NAME -->` stands what FIGURES[NAME]() gives. `python -m benchmarks readme` writes it; a test compares.
+Between `<!-- figures: NAME -->` and `<!-- /NAME -->` stands what FIGURES[NAME]() gives. `python -m benchmarks readme` writes
+it; a test compares.
 """
 
 from __future__ import annotations

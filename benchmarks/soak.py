@@ -1,13 +1,17 @@
-"""Hours of training in minutes: small steps without a pause, everything switched on, stragglers, kills and resumes; and nothing may grow, hang or differ.
+"""Hours of training in minutes: small steps without a pause, everything switched on, stragglers, kills and resumes; and nothing
+may grow, hang or differ.
 
     python -m benchmarks.soak [--minutes 10] [--ranks 4] [--json FILE]
 
-A small model with BatchNorm is averaged every 2 steps in 2 fragments, in the background, over int8. Every rank now and then takes up to 50 ms longer for a step. Every few hundred steps all
-ranks compare their weights, buffers included, after a `synchronize()`. Every minute the run is saved and resumed: in the same processes, with a new model, optimizer and
-LocalSGD (so that what these leave behind shows in the memory); and in the middle of the time, right after such a save, all processes are killed and new ones take up the checkpoint. A simulated step is
-250 ms. The memory's slope is that of each process' resident set, by least squares, after its first minute.
+A small model with BatchNorm is averaged every 2 steps in 2 fragments, in the background, over int8. Every rank now and then
+takes up to 50 ms longer for a step. Every few hundred steps all ranks compare their weights, buffers included, after a
+`synchronize()`. Every minute the run is saved and resumed: in the same processes, with a new model, optimizer and LocalSGD (so
+that what these leave behind shows in the memory); and in the middle of the time, right after such a save, all processes are
+killed and new ones take up the checkpoint. A simulated step is 250 ms. The memory's slope is that of each process' resident
+set, by least squares, after its first minute.
 
-Fails where ranks differ, where a resumed run is not what was saved, where a minute passes without a check, or where memory grows by more than 1 MB a minute.
+Fails where ranks differ, where a resumed run is not what was saved, where a minute passes without a check, or where memory
+grows by more than 1 MB a minute.
 """
 
 from __future__ import annotations
@@ -127,7 +131,8 @@ def train(folder: str, seconds: float, generation: int) -> None:
 
 
 def run(folder: Path, ranks: int, seconds: float, generation: int, kill: bool) -> None:
-    """One generation of processes. kill: end them right after a save, when their time is up. Raises SystemExit if they fail or stand still."""
+    """One generation of processes. kill: end them right after a save, when their time is up. Raises SystemExit if they fail or
+    stand still."""
     # Those that are killed would go on for ever.
     code = f"from benchmarks.soak import train; train({str(folder)!r}, {1e9 if kill else seconds}, {generation})"
     common = {

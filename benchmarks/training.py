@@ -1,16 +1,19 @@
-"""Training throughput between hosts on slow links, as a share of the same training without any communication; interleaved in one run.
+"""Training throughput between hosts on slow links, as a share of the same training without any communication; interleaved in
+one run.
 
     python -m benchmarks.training [--per-host 1] [--mbit 100 1000] [--rounds 5] [--batch 6] [--json FILE]
 
-Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`) train the demo's GPT on real text,
-averaging every 8 steps where they do. Each contestant has a model of its own and trains 16 steps in its turn, in which there are two averagings; times are
-of the slowest host, shares are medians over the turns, each relative to the turn without communication of the same round. At 100 Mbit/s and with
-six windows a step, one float32 averaging takes about as long as four steps.
+Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`) train the
+demo's GPT on real text, averaging every 8 steps where they do. Each contestant has a model of its own and trains 16 steps in
+its turn, in which there are two averagings; times are of the slowest host, shares are medians over the turns, each relative to
+the turn without communication of the same round. At 100 Mbit/s and with six windows a step, one float32 averaging takes about
+as long as four steps.
 
-With --per-host 2 there are two levels: each host has two processes, which share its core and its link, and DDP keeps them together at every step,
-within the host; ours averages between the hosts, each process with the one of the same local rank elsewhere. This is measured against DDP over all
-processes, and shares are relative to DDP inside each host with nothing between the hosts. Every process averages all of the model, so that twice as
-much goes over a link, but a host's step takes twice as long as well: one float32 averaging is about four steps again.
+With --per-host 2 there are two levels: each host has two processes, which share its core and its link, and DDP keeps them
+together at every step, within the host; ours averages between the hosts, each process with the one of the same local rank
+elsewhere. This is measured against DDP over all processes, and shares are relative to DDP inside each host with nothing between
+the hosts. Every process averages all of the model, so that twice as much goes over a link, but a host's step takes twice as
+long as well: one float32 averaging is about four steps again.
 """
 
 from __future__ import annotations
@@ -65,8 +68,8 @@ def names(per_host: int) -> tuple[str, ...]:
 
 
 class Contestant:
-    """A model of its own and the way to keep the hosts' copies together. groups: of two levels, inside a host and between hosts. ours: options of
-    LocalSGD for a name that is not in the tables above."""
+    """A model of its own and the way to keep the hosts' copies together. groups: of two levels, inside a host and between
+    hosts. ours: options of LocalSGD for a name that is not in the tables above."""
 
     def __init__(
         self,
@@ -137,7 +140,8 @@ def train_all(rounds: int, batch: int) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(seconds), flush=True)
     dist.barrier()
-    # As the demo's ranks end: in the interpreter's shutdown one of Gloo's threads can abort the process, which would cost these figures.
+    # As the demo's ranks end: in the interpreter's shutdown one of Gloo's threads can abort the process, which would cost these
+    # figures.
     os._exit(0)
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.wires [--hosts 2] [--mbit 100 1000] [--rounds 5] [--set resnet50] [--json FILE]
 
-The hosts are network namespaces on this machine, one process each (Linux, as root, with `ip` and `tc`). Times are of the slowest host, medians over
-the rounds; "x speed" is the time of Accelerate's helper divided by this one's; "sent" is what host 0's interface counted during one averaging, with
-acknowledgements, handshake and headers (less of them than on a real wire: a virtual interface takes up to 64 KiB at once), "payload" what the report
-says. Error is by how much the last average differs from the float32 wire's, root mean square, relative to how far a round moves the weights of a rank.
+The hosts are network namespaces on this machine, one process each (Linux, as root, with `ip` and `tc`). Times are of the
+slowest host, medians over the rounds; "x speed" is the time of Accelerate's helper divided by this one's; "sent" is what host
+0's interface counted during one averaging, with acknowledgements, handshake and headers (less of them than on a real wire: a
+virtual interface takes up to 64 KiB at once), "payload" what the report says. Error is by how much the last average differs
+from the float32 wire's, root mean square, relative to how far a round moves the weights of a rank.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Contestant:
             self.average = AccelerateLocalSGD(Accelerator(cpu=True), self.model, 1)._sync_and_avg_model_params
         else:
             self._local_sgd = LocalSGD(None, self.model, 1, wire=method, nonfinite="ignore")
-            # Inside the block, as in training: outside it there is no anchor, and every averaging is exact. The block is never left, since that
-            # would cost each lossy wire one more, exact averaging.
+            # Inside the block, as in training: outside it there is no anchor, and every averaging is exact. The block is never
+            # left, since that would cost each lossy wire one more, exact averaging.
             self._local_sgd.__enter__()
             self.average = self._local_sgd.step
 
@@ -93,7 +94,8 @@ def average_all(name: str, rounds: int) -> None:
             begun = time.perf_counter()
             contestant.average()
             slowest = torch.tensor(time.perf_counter() - begun)
-            # Once this is over every host has received everything: before, some of it may wait in the queue of this host's link.
+            # Once this is over every host has received everything: before, some of it may wait in the queue of this host's
+            # link.
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             sent[method].append(int(TX_BYTES.read_text()) - before)
             seconds[method].append(slowest.item())
@@ -106,7 +108,8 @@ def average_all(name: str, rounds: int) -> None:
         }
         print(json.dumps(figures), flush=True)
     dist.barrier()
-    # As the demo's ranks end: in the interpreter's shutdown one of Gloo's threads can abort the process, which would cost these figures.
+    # As the demo's ranks end: in the interpreter's shutdown one of Gloo's threads can abort the process, which would cost these
+    # figures.
     os._exit(0)
 
 

@@ -48,7 +48,8 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """All but the version when first asked for: the command line has answers that need no torch, whose import takes more than a second."""
+    """All but the version when first asked for: the command line has answers that need no torch, whose import takes more than a
+    second."""
     for module, names in _WHERE.items():
         if name in names:
             value = getattr(importlib.import_module(f".{module}", __name__), name)

@@ -60,7 +60,8 @@ STRETCH = 2**20
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers that differ, as good as surely, where any bit of the tensors does, or their order. One pass, on the tensors' devices."""
+    """Numbers that differ, as good as surely, where any bit of the tensors does, or their order. One pass, on the tensors'
+    devices."""
     sums = []
     weights: dict[torch.device, torch.Tensor] = {}
     for tensor in filter(_has_bits, tensors):
@@ -84,7 +85,8 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor in logical order, as whole numbers of at most 32 bits. Their sum may wrap around: that loses nothing."""
+    """The bits of a tensor in logical order, as whole numbers of at most 32 bits. Their sum may wrap around: that loses
+    nothing."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     size = flat.element_size()
     return flat.view(torch.int32 if size % 4 == 0 else torch.int16 if size == 2 else torch.uint8)

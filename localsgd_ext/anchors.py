@@ -1,4 +1,5 @@
-"""What ranks remember between averagings of differences: what they last agreed on, what rounding dropped, and outer momentum."""
+"""What ranks remember between averagings of differences: what they last agreed on, what rounding dropped, and outer
+momentum."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .wire import lossless, wide_dtype
 
 
 class _Identity:
-    """Of a tensor, without keeping it alive. An address alone may be that of a tensor that is no more, and tensors compare by element."""
+    """Of a tensor, without keeping it alive. An address alone may be that of a tensor that is no more, and tensors compare by
+    element."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self._hash = weakref.ref(tensor), id(tensor)
@@ -55,11 +57,13 @@ class _Place(NamedTuple):
 
 
 class Anchors:
-    """The state of a layout: flat tensors in `wide_dtype`, one number for each element of the parameters that travels as a difference.
+    """The state of a layout: flat tensors in `wide_dtype`, one number for each element of the parameters that travels as a
+    difference.
 
-    anchor: what all ranks last agreed on, equal to the last bit. residual, where the wire is lossy: what rounding dropped on this rank, as a share of the
-    means it was meant for. momentum, where the outer optimizer has one: equal on all ranks; with an optimizer of torch's, the gradient it is given.
-    For 16-bit parameters all are float32, so that the anchor keeps steps too small for the parameters.
+    anchor: what all ranks last agreed on, equal to the last bit. residual, where the wire is lossy: what rounding dropped on
+    this rank, as a share of the means it was meant for. momentum, where the outer optimizer has one: equal on all ranks; with
+    an optimizer of torch's, the gradient it is given. For 16-bit parameters all are float32, so that the anchor keeps steps too
+    small for the parameters.
     """
 
     def __init__(
@@ -98,8 +102,8 @@ class Anchors:
         device: torch.device | None,
         fragments: int = 1,
     ) -> Anchors:
-        """Those of before where they are for the same tensors, wherever these have moved; else new ones, not agreed on, which take over what
-        was known of the tensors that stay."""
+        """Those of before where they are for the same tensors, wherever these have moved; else new ones, not agreed on, which
+        take over what was known of the tensors that stay."""
         if earlier is None:
             return cls(tables, items, outer, device, fragments)
         if earlier._tables == _places(tables, items):
@@ -124,8 +128,8 @@ class Anchors:
         return made
 
     def _wait_for_copies(self) -> None:
-        """Where state is kept on the host and the tensors are on a GPU, copies from it and to it are under way; to be called before the host itself
-        looks at it."""
+        """Where state is kept on the host and the tensors are on a GPU, copies from it and to it are under way; to be called
+        before the host itself looks at it."""
         for table, anchor in zip(self._tables, self.anchor, strict=True):
             if table.device.type == "cuda" and not anchor.is_cuda:
                 torch.cuda.current_stream(table.device).synchronize()
@@ -189,7 +193,8 @@ class Anchors:
         self._optimizer.step()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging. Of DTensors as DTensors."""
+        """For a checkpoint: by name what cannot be had from the tensors themselves, as it is after an exact averaging. Of
+        DTensors as DTensors."""
         self._wait_for_copies()
         state = {}
         for (number, part), entry in self._places():
@@ -204,7 +209,8 @@ class Anchors:
         return state
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
-        """For each part. NaN before the first step, from which the names and shapes can be had that a checkpoint is read into."""
+        """For each part. NaN before the first step, from which the names and shapes can be had that a checkpoint is read
+        into."""
         anchors = [anchor for _, anchor, _ in self._parts]
         if self._optimizer is not None:
             return [self._optimizer.state[anchor] for anchor in anchors]
@@ -218,8 +224,8 @@ class Anchors:
         return [{k: torch.full_like(v, torch.nan) if v.is_floating_point() else v for k, v in each.items()} for each in tensors]
 
     def _prefix(self, number: int) -> str:
-        """Of the state of torch's optimizer for a part, which is no part of any one tensor: where other ranks of the replica hold other
-        parts, theirs have other names."""
+        """Of the state of torch's optimizer for a part, which is no part of any one tensor: where other ranks of the replica
+        hold other parts, theirs have other names."""
         owners = [entry.tensor.tensor() for table in self._tables for entry in table.entries]
         place = max(map(place_of, owners), key=len, default=())
         return ".".join(["outer", *map(str, place), str(number), ""])

@@ -24,13 +24,15 @@ from .wire import Mode
 class Averager:
     """Averages lists of tensors in place over a process group; keeps the layout and the buffers between calls.
 
-    group: the ranks that average with each other. wire, outer: see `LocalSGD`. bucket_mb: MiB of one staging buffer, None for the
-    device's default; extra memory is SLOTS + 1 of them (one more for 16-bit parameters, twice as many where differences travel), never a copy of
-    the model, save that a tensor with gaps in its memory (a slice of a larger one) is copied while it is averaged.
+    group: the ranks that average with each other. wire, outer: see `LocalSGD`. bucket_mb: MiB of one staging buffer, None for
+    the device's default; extra memory is SLOTS + 1 of them (one more for 16-bit parameters, twice as many where differences
+    travel), never a copy of the model, save that a tensor with gaps in its memory (a slice of a larger one) is copied while it
+    is averaged.
 
-    Where a wire is lossy, or with an outer optimizer, differences to an anchor travel, which is to be set by `agree` where all ranks hold the same:
-    `Anchors` says what that takes. state_device: where that is, None for beside the tensors. fragments: how many parts there are that may be averaged
-    alone, each named by a bit of what is called `parts`. shadowed: see `Binding`; takes two copies of the largest part.
+    Where a wire is lossy, or with an outer optimizer, differences to an anchor travel, which is to be set by `agree` where all
+    ranks hold the same: `Anchors` says what that takes. state_device: where that is, None for beside the tensors. fragments:
+    how many parts there are that may be averaged alone, each named by a bit of what is called `parts`. shadowed: see `Binding`;
+    takes two copies of the largest part.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class Averager:
         self.may_keep_anchors = outer is not None or wire != "parameter"
 
     def release(self) -> None:
-        """Drop the buffers and every view of the tensors, so that their memory can be freed, and of the anchors what can be had again."""
+        """Drop the buffers and every view of the tensors, so that their memory can be freed, and of the anchors what can be had
+        again."""
         self.bindings = {}
         if self.anchors is not None and not self.anchors.has_momentum:
             self.anchors = None
@@ -73,7 +76,8 @@ class Averager:
                 self.bindings[Mode.WIRE].agree()
 
     def state(self, items: Sequence[Item], loaded: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """What `Anchors.state` gives, outside a block. loaded: what such a state was, and what it is to be when the tensors are bound."""
+        """What `Anchors.state` gives, outside a block. loaded: what such a state was, and what it is to be when the tensors are
+        bound."""
         if self._outer is None and not any(item.is_parameter and item.tensor.itemsize == 2 for item in items):
             return {}  # without making what a wire would take
         bound = bool(self.bindings)
@@ -140,9 +144,10 @@ class Averager:
     ) -> PendingReport:
         """Replace every tensor by its mean over the active ranks (or by the first one's value), in place.
 
-        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default all. parts: only
-        these. taken: binding whose `take` was called before, and whose `give` will be later: nothing else is bound, and the tensors are left alone. If a collective fails or `watch` raises, every element holds
-        either its local or its averaged value, and nothing is agreed on any more.
+        Must be called by all ranks of the group with equal layouts. active: for each rank whether its values count; default
+        all. parts: only these. taken: binding whose `take` was called before, and whose `give` will be later: nothing else is
+        bound, and the tensors are left alone. If a collective fails or `watch` raises, every element holds either its local or
+        its averaged value, and nothing is agreed on any more.
         """
         active = active or [True] * self.world_size
         begun = time.perf_counter()
@@ -171,14 +176,16 @@ class Averager:
                 raise
             if taken is None:
                 binding.give(parts, progress=False, root=terms.root)
-            # A total of its own: it goes on travelling while training does. ||mean||^2 is known where this rank holds the whole model.
+            # A total of its own: it goes on travelling while training does. ||mean||^2 is known where this rank holds the whole
+            # model.
             everyone = self.groups.everyone
             totals = sums[: 1 if everyone is self.groups.averaging else 2].clone()
             if not terms.contributes:
                 totals[0] = 0
             if not buckets and items:
                 totals = totals.to(items[0].tensor.device)
-        # Nothing to average (a model without trainable parameters) means no collective at all; unless other ranks of the replica have something.
+        # Nothing to average (a model without trainable parameters) means no collective at all; unless other ranks of the
+        # replica have something.
         work = all_reduce(totals, everyone, timeout) if buckets or everyone is not self.groups.averaging else None
         seconds = time.perf_counter() - begun
         if mode is not Mode.WIRE:

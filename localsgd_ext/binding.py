@@ -42,8 +42,9 @@ DEFAULT_BUCKET_MB = {"cpu": 4.0}
 DEFAULT_BUCKET_MB_ELSEWHERE = 32.0
 
 DEFAULT_MESSAGE_MB = 0.5
-"""MiB of codes that a rank sends another at once on CPUs, chosen by measuring: of a longer message Gloo's connections send one way and then the
-other, which on a slow link takes twice the time (100 Mbit/s, 26 MB each way, three at once: 2.2 s by 0.5 MiB, 2.4 by 1, 3.0 by 4)."""
+"""MiB of codes that a rank sends another at once on CPUs, chosen by measuring: of a longer message Gloo's connections send one
+way and then the other, which on a slow link takes twice the time (100 Mbit/s, 26 MB each way, three at once: 2.2 s by 0.5 MiB,
+2.4 by 1, 3.0 by 4)."""
 
 
 T = TypeVar("T")
@@ -52,9 +53,10 @@ T = TypeVar("T")
 class Binding:
     """Items tied to buffers on one group.
 
-    anchors: those of an earlier binding, taken over if they are for the same elements in the same order. `anchors` is None where all
-    travels as values. layout: a number that differs, as good as surely, between layouts. fragments: how many parts there are, each of which may be averaged alone, and
-    is a bit in what is called `parts` below. shadowed: what is averaged is a copy (see `Shadow`), of one part at a time.
+    anchors: those of an earlier binding, taken over if they are for the same elements in the same order. `anchors` is None
+    where all travels as values. layout: a number that differs, as good as surely, between layouts. fragments: how many parts
+    there are, each of which may be averaged alone, and is a bit in what is called `parts` below. shadowed: what is averaged is
+    a copy (see `Shadow`), of one part at a time.
     """
 
     def __init__(
@@ -137,8 +139,8 @@ class Binding:
             shadow.take()
 
     def give(self, parts: int, progress: bool = True, root: int = -1) -> None:
-        """After it, perhaps some steps after: the tensors become the average, and what they have gained since it was taken. progress:
-        see `Shadow.give`. root: whose tensors the others follow, where there is no mean."""
+        """After it, perhaps some steps after: the tensors become the average, and what they have gained since it was taken.
+        progress: see `Shadow.give`. root: whose tensors the others follow, where there is no mean."""
         if self._shadows:
             self.read_gaps()
         for shadow in self.of(self._shadows, parts):
@@ -160,7 +162,8 @@ class Binding:
                 torch._foreach_copy_(targets, anchor)
 
     def adopt(self, other: Binding) -> None:
-        """What another has taken of the same tensors, which have moved since. Raises LocalSGDError where they are of another kind now."""
+        """What another has taken of the same tensors, which have moved since. Raises LocalSGDError where they are of another
+        kind now."""
         if other.layout != self.layout:
             raise LocalSGDError(
                 "tensors were replaced by others of another shape, dtype or order while their average was under way"
@@ -169,8 +172,8 @@ class Binding:
             shadow.adopt(known)
 
     def first_nonfinite(self, parts: int) -> int:
-        """The number of the first item whose parameters hold NaN or inf, or -1: of those that lie in these parts; with shadows, of what was taken
-        of them."""
+        """The number of the first item whose parameters hold NaN or inf, or -1: of those that lie in these parts; with shadows,
+        of what was taken of them."""
         if not self._shadows:
             there = sorted({s.tensor for plan_ in self.of(self._plans, parts) for s in plan_.segments})
             found = first_nonfinite([self._items[index] for index in there])
@@ -294,8 +297,8 @@ def _same(items: Sequence[Item], bound: Sequence[Item]) -> bool:
 
 
 def _unmoved(items: Sequence[Item], places: list[list[object]]) -> bool:
-    """Whether the tensors are still where they were bound. In C loops, since there may be thousands of tensors, and in ones that
-    allocate nothing that lasts, so that no garbage collection starts here."""
+    """Whether the tensors are still where they were bound. In C loops, since there may be thousands of tensors, and in ones
+    that allocate nothing that lasts, so that no garbage collection starts here."""
     tensors = list(map(_tensor, items))
     return all(all(map(operator.eq, map(place, tensors), was)) for place, was in zip(_PLACE, places, strict=True))
 

@@ -1,4 +1,5 @@
-"""How the native engine is built: one description, used while installing (setup.py loads this file by its path) and on first use.
+"""How the native engine is built: one description, used while installing (setup.py loads this file by its path) and on first
+use.
 
 Needs nothing but the standard library and a compiler; torch is only looked at, in the interpreter that will import the result.
 The compilers are called directly, so neither ninja nor torch's own build machinery has to be on PATH.
@@ -84,7 +85,8 @@ def running_target() -> Target:
 
 
 def installed_target() -> Target | None:
-    """The torch that this Python finds without this process's paths, or None. Sees through pip's isolated builds. Raises BuildError if it cannot be imported."""
+    """The torch that this Python finds without this process's paths, or None. Sees through pip's isolated builds. Raises
+    BuildError if it cannot be imported."""
     done = subprocess.run([sys.executable, "-I", "-c", _PROBE], capture_output=True, text=True, check=False)
     if done.returncode == 3:
         return None
@@ -112,7 +114,8 @@ def source_folder() -> Path:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler: $CXX with its arguments, else the first of c++, g++, clang++ on PATH. Raises BuildError if there is none."""
+    """The C++ compiler: $CXX with its arguments, else the first of c++, g++, clang++ on PATH. Raises BuildError if there is
+    none."""
     for command in (os.environ.get("CXX") or "", "c++", "g++", "clang++"):
         try:
             words = shlex.split(command)
@@ -210,7 +213,8 @@ def _has_runtime(include: Path) -> bool:
 
 
 def architectures(toolkit: Toolkit) -> list[str]:
-    """Compute capabilities to build for, as "9.0" or "10.0+PTX": $TORCH_CUDA_ARCH_LIST, else the GPUs present, else a fixed list."""
+    """Compute capabilities to build for, as "9.0" or "10.0+PTX": $TORCH_CUDA_ARCH_LIST, else the GPUs present, else a fixed
+    list."""
     if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         archs = [arch for arch in re.split(r"[ ;,]+", asked) if arch]
         if unknown := [arch for arch in archs if not re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch)]:
@@ -331,7 +335,8 @@ def compile_into(folder: Path, plan: Plan) -> Path:
 
 
 def _jobs() -> int:
-    """Compilers at once: a translation unit with torch's headers takes about 1 GB. $MAX_JOBS, as in torch's own builds, else one per core."""
+    """Compilers at once: a translation unit with torch's headers takes about 1 GB. $MAX_JOBS, as in torch's own builds, else
+    one per core."""
     asked = os.environ.get("MAX_JOBS", "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, int(asked)) if asked.isdecimal() else cores or 1

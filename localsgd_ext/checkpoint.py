@@ -1,6 +1,8 @@
-"""What Accelerate's save_state and load_state need beside the state dict: an averaging first, and every rank's own inner optimizer.
+"""What Accelerate's save_state and load_state need beside the state dict: an averaging first, and every rank's own inner
+optimizer.
 
-Between averagings the ranks' inner optimizers differ, and Accelerate saves those of rank 0 alone; a run goes on bit by bit only with all of them.
+Between averagings the ranks' inner optimizers differ, and Accelerate saves those of rank 0 alone; a run goes on bit by bit only
+with all of them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class AccelerateHooks:
-    """Registered with an Accelerator as long as the LocalSGD lives. rank: in the world, as files are named by it. part: which part of a replica this rank
-    holds, and of how many; None where each rank holds all of it."""
+    """Registered with an Accelerator as long as the LocalSGD lives. rank: in the world, as files are named by it. part: which
+    part of a replica this rank holds, and of how many; None where each rank holds all of it."""
 
     def __init__(self, local_sgd: LocalSGD, accelerator: Accelerator, rank: int, part: tuple[int, int] | None = None) -> None:
         self._local_sgd = weakref.ref(local_sgd)
@@ -36,7 +38,8 @@ class AccelerateHooks:
             weakref.finalize(local_sgd, handle.remove)
 
     def own_state(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Of a checkpoint that is being loaded, where Accelerate gives the main process's: of a model in parts that of this rank's part."""
+        """Of a checkpoint that is being loaded, where Accelerate gives the main process's: of a model in parts that of this
+        rank's part."""
         if self._folder is None or self._part is None:
             return state
         path = self._part_path(self._folder)

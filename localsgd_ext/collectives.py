@@ -25,8 +25,9 @@ Watch = Callable[[], None]
 class Terms(NamedTuple):
     """How this rank takes part in one averaging.
 
-    contributes: whether its values enter the sum. divisor: how many ranks' do. root: whose values the others follow, where there is
-    no mean. watch: see `Watch`; None where nobody watches, or where waiting does not block (CUDA). timeout: of each collective, with `watch`.
+    contributes: whether its values enter the sum. divisor: how many ranks' do. root: whose values the others follow, where
+    there is no mean. watch: see `Watch`; None where nobody watches, or where waiting does not block (CUDA). timeout: of each
+    collective, with `watch`.
     """
 
     contributes: bool
@@ -47,8 +48,8 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, timeout: timedelt
 def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Work:
     """Start sending each rank its part of `input`, and filling `output` with the parts from all, in rank order.
 
-    Between two ranks there is only one part, of the other's. An all-to-all is Gloo's fastest collective: unlike an all-gather it
-    copies nothing besides.
+    Between two ranks there is only one part, of the other's. An all-to-all is Gloo's fastest collective: unlike an all-gather
+    it copies nothing besides.
     """
     split = [0, len(input)] if group.rank() == 0 else [len(input), 0]
     splits = split if group.size() == 2 else []

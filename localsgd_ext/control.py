@@ -28,10 +28,11 @@ it every POLL_SECONDS."""
 class Control:
     """The control plane of one LocalSGD. Any error it raises is raised on every rank that is still there.
 
-    It is between all ranks of all replicas: what the ranks of one replica do together would hang if some of them failed or averaged alone.
+    It is between all ranks of all replicas: what the ranks of one replica do together would hang if some of them failed or
+    averaged alone.
 
-    group: the ranks that average with each other, one of each replica. inside: the ranks of this rank's replica. timeout: how long to wait for
-    others; None for the group's own.
+    group: the ranks that average with each other, one of each replica. inside: the ranks of this rank's replica. timeout: how
+    long to wait for others; None for the group's own.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, inside: Sequence[int] = ()) -> None:
@@ -60,8 +61,9 @@ class Control:
             self._mesh = self._connect()
 
     def enter(self, options: Sequence[str], tensors: Sequence[str], sums: Sequence[int], step: int) -> list[int]:
-        """Agree on the options, which have to be equal everywhere, and on the tensors, which have to be equal on ranks that hold the same part; gives
-        the ranks whose values differ from those of the first that holds the same, empty where all are equal.
+        """Agree on the options, which have to be equal everywhere, and on the tensors, which have to be equal on ranks that
+        hold the same part; gives the ranks whose values differ from those of the first that holds the same, empty where all are
+        equal.
 
         options, tensors: one line for each. sums: a checksum for each tensor.
         """
@@ -118,7 +120,8 @@ class Control:
             raise self._gone(self._mesh.gone)
 
     def watch(self) -> Watch:
-        """To be called now and then while a collective is under way: raises if a peer cannot go on with it, or at the timeout."""
+        """To be called now and then while a collective is under way: raises if a peer cannot go on with it, or at the
+        timeout."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         mesh = self._mesh
 
@@ -140,8 +143,8 @@ class Control:
         return check
 
     def explain(self, error: BaseException, heard: _Announcement | None = None) -> BaseException:
-        """The error to raise where an averaging broke with `error`: it names the ranks that are to blame, or is `error` itself if
-        all of them are there. heard: what of it another rank has announced, to be passed on as it is."""
+        """The error to raise where an averaging broke with `error`: it names the ranks that are to blame, or is `error` itself
+        if all of them are there. heard: what of it another rank has announced, to be passed on as it is."""
         mesh = self._mesh
         if mesh is None:
             return error
@@ -149,8 +152,8 @@ class Control:
         called = mesh.roll_call(ROLL_CALL)
         for rank, payloads in called.announced.items():
             last = _Announcement.unpack(payloads[-1])
-            # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank; and one that
-            # blames this rank was told by it.
+            # One whose averaging broke, too, and that leaves now with its own error is no more to blame than this rank; and one
+            # that blames this rank was told by it.
             if last.culprit >= 0 and last.culprit != self.rank and not (last.culprit == rank and len(payloads) > 1):
                 return self._announced(last, rank)
         if called.gone:
@@ -233,8 +236,8 @@ class Control:
         return sorted({int(rank) for each in [own, *said] for rank in each.split(",")})
 
     def _store(self, ranks: Sequence[int]) -> tuple[PrefixStore, int]:
-        """Where these ranks meet, and how often they have met there. It may outlive the group and its processes: no two meshes may use the
-        same keys."""
+        """Where these ranks meet, and how often they have met there. It may outlive the group and its processes: no two meshes
+        may use the same keys."""
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         name = ""
         if ranks is self._column:
@@ -342,7 +345,8 @@ class Control:
 
 @dataclass(frozen=True)
 class _Announcement:
-    """The rank to blame, and what happened to it; -1 - rank where it is not known yet, but only on which rank a collective broke off."""
+    """The rank to blame, and what happened to it; -1 - rank where it is not known yet, but only on which rank a collective
+    broke off."""
 
     culprit: int
     text: str

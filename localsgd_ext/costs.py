@@ -1,17 +1,22 @@
-"""What training costs between ranks, in time and memory, by arithmetic alone; needs no torch, so that `localsgd-ext plan` answers at once.
+"""What training costs between ranks, in time and memory, by arithmetic alone; needs no torch, so that `localsgd-ext plan`
+answers at once.
 
-With N values in parameters of b bits, n ranks, a link of B bytes/s in each direction for each rank, a latency a, and t seconds of computing a step:
+With N values in parameters of b bits, n ranks, a link of B bytes/s in each direction for each rank, a latency a, and t seconds
+of computing a step:
 
-    sent(w)      = 2 (n - 1) / n * N w / 8            bytes a rank sends in a ring all-reduce, or an exchange of codes, of w bits per value
-    moving(s, h) = max(s / (0.9 B), K h a / 3) + h a  K buckets, 3 of them under way, with h hops each: 2 (n - 1) in Gloo's ring, 2 log2(n) in NCCL's
+    sent(w)      = 2 (n - 1) / n * N w / 8            bytes a rank sends in a ring all-reduce, or an exchange of codes, of w
+    bits per value moving(s, h) = max(s / (0.9 B), K h a / 3) + h a  K buckets, 3 of them under way, with h hops each: 2 (n - 1)
+    in Gloo's ring, 2 log2(n) in NCCL's
                                                       trees, 2 for codes (1 at two ranks)
-    averaging    = handshake + moving + c N           handshake: a + 0.2 ms; c: the passes over memory, on CPUs 0.9 ns a value, 1.5 ns for codes
-    ours         = t + F max(0, averaging(N / F) - o t) / H      H local steps, F fragments, o steps of overlap
+    averaging    = handshake + moving + c N           handshake: a + 0.2 ms; c: the passes over memory, on CPUs 0.9 ns a value,
+    1.5 ns for codes ours         = t + F max(0, averaging(N / F) - o t) / H      H local steps, F fragments, o steps of overlap
     DDP          = max(t, t / 3 + moving)             gradients travel in the backward pass, which is two thirds of a step
-    Accelerate   = t + (2 a log2(n) + T h a + sent / (0.9 B) + c' N) / H     a barrier, then one all-reduce for each of T tensors; c': 3.4 ns on CPUs
+    Accelerate   = t + (2 a log2(n) + T h a + sent / (0.9 B) + c' N) / H     a barrier, then one all-reduce for each of T
+    tensors; c': 3.4 ns on CPUs
 
-Ring all-reduce: Patarasuk and Yuan 2009, JPDC 69(2). 0.9, 0.2 ms and c are what benchmarks/results holds of Gloo over TCP on one desktop core (wires-2-hosts, averaging-2-ranks,
-handshake); `localsgd-ext bench` measures yours, and what it measured takes the place of `averaging` and `moving`. Codes have a 16 bit scale for 256 values, where they have one.
+Ring all-reduce: Patarasuk and Yuan 2009, JPDC 69(2). 0.9, 0.2 ms and c are what benchmarks/results holds of Gloo over TCP on
+one desktop core (wires-2-hosts, averaging-2-ranks, handshake); `localsgd-ext bench` measures yours, and what it measured takes
+the place of `averaging` and `moving`. Codes have a 16 bit scale for 256 values, where they have one.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True)
 class Job:
-    """values: in the trained parameters. dtype: theirs. tensors: in how many. step_seconds: of one local step, without any communication. device: "cpu" or "cuda"."""
+    """values: in the trained parameters. dtype: theirs. tensors: in how many. step_seconds: of one local step, without any
+    communication. device: "cpu" or "cuda"."""
 
     values: float
     ranks: int
@@ -60,8 +66,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Link:
-    """bytes_per_second: in each direction, of each rank. latency: seconds for a message one way. averaging, by wire, and all_reduce: measured on it, by values and by
-    bytes, where they were."""
+    """bytes_per_second: in each direction, of each rank. latency: seconds for a message one way. averaging, by wire, and
+    all_reduce: measured on it, by values and by bytes, where they were."""
 
     bytes_per_second: float
     latency: float
@@ -172,7 +178,8 @@ def share(step_seconds: float, seconds: float) -> float:
 
 
 def smallest_steps(job: Job, link: Link, setting: Setting, overhead: float) -> int | None:
-    """The smallest H for which communication takes at most this share (0 to 1) of the time, all else as in `setting`; None beyond 2^20."""
+    """The smallest H for which communication takes at most this share (0 to 1) of the time, all else as in `setting`; None
+    beyond 2^20."""
     averaging = averaging_seconds(job, link, setting.wire, job.values / setting.fragments)
     exposed = setting.fragments * max(0.0, averaging - setting.overlap_steps * job.step_seconds)
     needed = math.ceil(exposed * (1 - overhead) / (overhead * job.step_seconds) - 1e-9)
@@ -182,8 +189,8 @@ def smallest_steps(job: Job, link: Link, setting: Setting, overhead: float) -> i
 
 
 def memory_bytes(job: Job, setting: Setting) -> float:
-    """Beside the model and its optimizer, on each rank: staging buffers, the last average and what is still to be sent, outer momentum, and copies for
-    averagings in the background."""
+    """Beside the model and its optimizer, on each rank: staging buffers, the last average and what is still to be sent, outer
+    momentum, and copies for averagings in the background."""
     is_lossy = not carries_values(setting.wire, job.dtype)
     wide = 8 if job.dtype == "float64" else 4
     kept = wide * (is_lossy or setting.outer) + wide * is_lossy + wide * setting.outer
@@ -193,7 +200,8 @@ def memory_bytes(job: Job, setting: Setting) -> float:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Through two measurements; never below 0 at no bytes. Where the larger took no longer, in proportion to it: noise, which is not to make any size free."""
+    """Through two measurements; never below 0 at no bytes. Where the larger took no longer, in proportion to it: noise, which
+    is not to make any size free."""
     (small, large), (less, more) = sizes, seconds
     if more <= less:
         return 0.0, more / large

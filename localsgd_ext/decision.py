@@ -17,8 +17,8 @@ NONFINITE = ("raise", "exclude", "ignore")
 
 
 class Outcome(NamedTuple):
-    """Where the ranks stood; what those that still train are doing, if any are; the replicas whose weights count; how to average which fragments (as
-    bits); and the report of that, once it is done in the background."""
+    """Where the ranks stood; what those that still train are doing, if any are; the replicas whose weights count; how to
+    average which fragments (as bits); and the report of that, once it is done in the background."""
 
     standings: list[Standing]
     common: Call
@@ -43,8 +43,8 @@ def decide(
     overlaps: bool,
     everything: int,
 ) -> Outcome:
-    """items: by whose names errors are told; ranks: likewise. nonfinite: see `LocalSGD`. rounded: whether the last averaging left something unsent.
-    overlaps: whether step() averages shadows. everything: all fragments. Raises NonFiniteError."""
+    """items: by whose names errors are told; ranks: likewise. nonfinite: see `LocalSGD`. rounded: whether the last averaging
+    left something unsent. overlaps: whether step() averages shadows. everything: all fragments. Raises NonFiniteError."""
     common = min(standing.call for standing in standings)
     parts = next(standing.parts for standing in standings if standing.call is common)
     mode = _mode(standings, common, parts, overlaps, everything)
@@ -121,7 +121,8 @@ def warn(outcome: Outcome) -> None:
 def check_average(
     items: Sequence[Item], pending: PendingReport, standings: Sequence[Standing], step: int, watch: Watch
 ) -> None:
-    """All that went in was finite. Where that need not be so of what came out, look, and raise NonFiniteError, on all ranks of all replicas alike."""
+    """All that went in was finite. Where that need not be so of what came out, look, and raise NonFiniteError, on all ranks of
+    all replicas alike."""
     in_float16 = any(standing.float16 for standing in standings)
     if not (in_float16 or any(standing.anchors for standing in standings)) or pending.is_finite(watch):
         return

@@ -19,7 +19,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread_as(owner: Any, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor placed like `owner`, of which this rank holds `part`: of the shape of its part of `owner`, perhaps with a dimension more at the end."""
+    """A DTensor placed like `owner`, of which this rank holds `part`: of the shape of its part of `owner`, perhaps with a
+    dimension more at the end."""
     from torch.distributed.tensor import DTensor
 
     extra = part.shape[owner.dim() :]

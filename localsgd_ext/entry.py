@@ -25,8 +25,8 @@ def agree(
     step: int,
     equal: bool,
 ) -> None:
-    """described: see `Selection`. groups: which ones will average, equal on ranks that hold the same part. equal: whether weights have to be alike, too; where they are not, all ranks take the first one's. Raises
-    LayoutMismatchError."""
+    """described: see `Selection`. groups: which ones will average, equal on ranks that hold the same part. equal: whether
+    weights have to be alike, too; where they are not, all ranks take the first one's. Raises LayoutMismatchError."""
     parameters = [tensor for _, fate, tensor in described if fate in PARAMETER_FATES]
     tensors = agreement.describe({"process group": groups}, described)
     differing = control.enter(agreement.describe(options, ()), tensors, agreement.checksums(parameters) if equal else [], step)

@@ -26,15 +26,16 @@ def average_parameters(
 ) -> SyncReport:
     """Replace every tensor by its mean over the ranks of `group` (default: all), in place, and report what it took.
 
-    tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order; of a DTensor this rank's part is
-    averaged, over `group`, which has to be given then. wire:
-    see `LocalSGD`; here there is no anchor, so one that cannot hold the tensors' dtype rounds their values, by at most half a step of
-    its code (bfloat16: 2^-9 of a value; float16, int8, int4: about 2^-12, 1/254 and 1/14 of the largest of 256 values that follow
-    each other), and above 2 ranks their mean again. backend: "auto", "native" or "torch". Without an initialised process
-    group, or alone in it, there is nothing to average and the tensors stay as they are.
+    tensors: floating-point or complex, of any shape and stride; all ranks must pass equal layouts in the same order; of a
+    DTensor this rank's part is averaged, over `group`, which has to be given then. wire: see `LocalSGD`; here there is no
+    anchor, so one that cannot hold the tensors' dtype rounds their values, by at most half a step of its code (bfloat16: 2^-9
+    of a value; float16, int8, int4: about 2^-12, 1/254 and 1/14 of the largest of 256 values that follow each other), and above
+    2 ranks their mean again. backend: "auto", "native" or "torch". Without an initialised process group, or alone in it, there
+    is nothing to average and the tensors stay as they are.
 
-    Raises TypeError for what is no tensor or no process group, ValueError for an unknown wire or backend, LocalSGDError for a tensor that has no
-    mean (integers) or cannot be written in place, a DTensor without `group`, a process that is not in `group`, and a backend="native" that cannot be had.
+    Raises TypeError for what is no tensor or no process group, ValueError for an unknown wire or backend, LocalSGDError for a
+    tensor that has no mean (integers) or cannot be written in place, a DTensor without `group`, a process that is not in
+    `group`, and a backend="native" that cannot be had.
     """
     check_wire(wire)
     check_backend(backend)

@@ -15,8 +15,8 @@ from .replicas import find_ddp, ranks_of
 
 
 class GradientSync:
-    """Of a model that averages over `group`. Where there is none, or gradients are not reduced between its ranks (DDP inside each machine, FSDP over a
-    mesh of one replica), there is nothing to switch."""
+    """Of a model that averages over `group`. Where there is none, or gradients are not reduced between its ranks (DDP inside
+    each machine, FSDP over a mesh of one replica), there is nothing to switch."""
 
     def __init__(self, model: torch.nn.Module | None = None, group: dist.ProcessGroup | None = None) -> None:
         self._ddp: DistributedDataParallel | None = None
@@ -42,8 +42,8 @@ class GradientSync:
             self.was_off = there and (reach is None or not ours <= reach)
 
     def keeps_equal(self) -> bool:
-        """Whether ranks are equal after a step in which it is on. Once they have trained apart their optimizers' states differ, and equal
-        gradients no longer make equal weights."""
+        """Whether ranks are equal after a step in which it is on. Once they have trained apart their optimizers' states differ,
+        and equal gradients no longer make equal weights."""
         there = self._ddp is not None or bool(self._hybrid)
         return there and self._is_on and not self.was_off
 
@@ -71,8 +71,9 @@ class GradientSync:
 class _Hybrid:
     """Parameters of FSDP2 that are sharded inside replicas and whose gradients are reduced between replicas, too.
 
-    Its set_requires_all_reduce() is for accumulating gradients: without an all-reduce they never arrive in `.grad`. So while replicas train apart it is
-    told that there is one dimension only, that of the shards; gradients are then means over that, and set_requires_gradient_sync() works on.
+    Its set_requires_all_reduce() is for accumulating gradients: without an all-reduce they never arrive in `.grad`. So while
+    replicas train apart it is told that there is one dimension only, that of the shards; gradients are then means over that,
+    and set_requires_gradient_sync() works on.
     """
 
     def __init__(self, params: Any) -> None:

@@ -22,8 +22,8 @@ _idle: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDict
 
 
 class Groups:
-    """given: the ranks that average with each other. `averaging` is that, or one of the same ranks; `everyone` all ranks of all replicas, which may be
-    more, for sums over the whole model."""
+    """given: the ranks that average with each other. `averaging` is that, or one of the same ranks; `everyone` all ranks of all
+    replicas, which may be more, for sums over the whole model."""
 
     def __init__(self, given: dist.ProcessGroup) -> None:
         self._given = self.averaging = self.everyone = given
@@ -37,7 +37,8 @@ class Groups:
         self._ranks = tuple(sorted(ranks))
 
     def shared(self) -> str:
-        """Name of the group that `include` will use, where it is another than the given one: all ranks have to come to the same."""
+        """Name of the group that `include` will use, where it is another than the given one: all ranks have to come to the
+        same."""
         if len(self._ranks) == self._given.size():
             return ""
         made = _shared.get(self._given, {}).get(self._ranks)
@@ -46,7 +47,8 @@ class Groups:
     def include(self, timeout: timedelta) -> None:
         """Have a group of all of them. To be called by all of them.
 
-        Not the world: if an averaging is interrupted, sums that only some ranks have begun stay in its group, and nobody can have another world.
+        Not the world: if an averaging is interrupted, sums that only some ranks have begun stay in its group, and nobody can
+        have another world.
         """
         if self._own:
             return
@@ -68,8 +70,8 @@ class Groups:
         return pool[-1].group_name if pool else "a new one"
 
     def use_own(self, timeout: timedelta) -> None:
-        """From now on use groups of the same ranks and backends that nobody else uses, since averagings in the background would come between others'
-        collectives. To be called by all ranks, after `note`."""
+        """From now on use groups of the same ranks and backends that nobody else uses, since averagings in the background would
+        come between others' collectives. To be called by all ranks, after `note`."""
         if self._own:
             return
         self.averaging = self._take(self._averaging_ranks(), timeout)

@@ -19,8 +19,8 @@ _version = operator.attrgetter("_version")
 class Item(NamedTuple):
     """A tensor to be averaged in place (or to follow rank 0), with the name that errors show.
 
-    holders: the ranks of this replica that hold the same, with this one; empty where no other does. owner: the tensor that it is this rank's part of, a
-    DTensor, or else itself.
+    holders: the ranks of this replica that hold the same, with this one; empty where no other does. owner: the tensor that it
+    is this rank's part of, a DTensor, or else itself.
     """
 
     name: str
@@ -84,8 +84,8 @@ def first_nonfinite(items: Sequence[Item]) -> int:
 
 
 def version(items: Sequence[Item]) -> tuple[int, int]:
-    """Two numbers that change when a parameter, or a buffer, is written to in place (as far as torch counts that: not through .data)
-    or moved."""
+    """Two numbers that change when a parameter, or a buffer, is written to in place (as far as torch counts that: not through
+    .data) or moved."""
     parameters = [item.tensor for item in items if item.is_parameter]
     buffers = [item.tensor for item in items if not item.is_parameter]
     return _version_of(parameters), _version_of(buffers)

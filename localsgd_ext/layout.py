@@ -1,8 +1,8 @@
 """Where each tensor lies in flat space: pure arithmetic, no torch.distributed, no tensor data.
 
-Tensors are grouped into one :class:`Table` per (device, dtype, rule, ranks of a replica that hold them). Inside a table they are laid end to end and the whole
-is cut into :class:`Bucket` objects of nearly equal size, so that a tensor larger than a bucket spans several and small ones
-share one. Every rank computes the same tables from the same tensors; nothing of it travels.
+Tensors are grouped into one :class:`Table` per (device, dtype, rule, ranks of a replica that hold them). Inside a table they
+are laid end to end and the whole is cut into :class:`Bucket` objects of nearly equal size, so that a tensor larger than a
+bucket spans several and small ones share one. Every rank computes the same tables from the same tensors; nothing of it travels.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The buckets of all tensors that share a device, a dtype, a rule and their holders, which thus lay out the same in the same places, and
-    get the same bits from averagings of their own. Indices point into the list given to `plan`."""
+    """The buckets of all tensors that share a device, a dtype, a rule and their holders, which thus lay out the same in the
+    same places, and get the same bits from averagings of their own. Indices point into the list given to `plan`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -94,14 +94,16 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def fragment_ends(numel: int, fragments: int) -> list[int]:
-    """Where each of so many parts of nearly equal size ends, among `numel` elements; at the end of a block. Small tables leave some empty."""
+    """Where each of so many parts of nearly equal size ends, among `numel` elements; at the end of a block. Small tables leave
+    some empty."""
     return [min(numel, math.ceil(math.ceil(numel * (part + 1) / fragments) / ALIGN) * ALIGN) for part in range(fragments)]
 
 
 def plan(
     specs: Sequence[TensorSpec], bucket_bytes: int, code_bytes: int | None = None, fragments: int = 1
 ) -> tuple[Table, ...]:
-    """Lay the tensors out, in buckets of `bucket_bytes` bytes of values, or `code_bytes` of codes that drop bits (default: the same). Empty tensors take no room; of tied tensors the first stands for all.
+    """Lay the tensors out, in buckets of `bucket_bytes` bytes of values, or `code_bytes` of codes that drop bits (default: the
+    same). Empty tensors take no room; of tied tensors the first stands for all.
 
     Tables come in the order in which their first tensor does, parameters before buffers inside each, which is the same on
     every rank. Buckets of one fragment differ by less than `ALIGN` elements per bucket, so that none of them is a straggler.

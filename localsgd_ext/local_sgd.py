@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from . import arguments, backends, models
+from . import arguments, backends, models, schedules
 from ._version import __version__
 from .averager import Averager
 from .checkpoint import AccelerateHooks
@@ -45,48 +45,53 @@ class LocalSGD:
 
     Args:
         accelerator: an `accelerate.Accelerator`, or None for plain torch.distributed (every step() is then an optimizer step).
-        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model, a plain module, or one of DTensors (FSDP2, tensor
-            parallel). DDP starts all ranks from rank 0's weights; others must be initialised alike in all replicas. Of DTensors each rank averages its part
-            with the ranks that hold the same part in the other replicas; their gradients are reduced inside replicas only. A replica's ranks must train in step.
-        local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule (`Every`, `Warmup`, `QSR`, `DriftTarget`): a
-            callable taking this object and returning the number of local steps of the next round, 0 for a step of ordinary synchronous
-            training (gradients all-reduced by DDP; a model without DDP is averaged after that step instead). It is asked when a
-            round ends, right before its averaging; the word of the first rank that is still training counts for all.
+        model: as returned by `accelerator.prepare`; with `accelerator=None` a DDP model, a plain module, or one of DTensors
+            (FSDP2, tensor parallel). DDP starts all ranks from rank 0's weights; others must be initialised alike in all
+            replicas. Of DTensors each rank averages its part with the ranks that hold the same part in the other replicas;
+            their gradients are reduced inside replicas only. A replica's ranks must train in step.
+        local_sgd_steps: average every so many counted steps, a whole number >= 1, or a schedule (`Every`, `Warmup`, `QSR`,
+            `DriftTarget`): a callable taking this object and returning the number of local steps of the next round, 0 for a
+            step of ordinary synchronous training (gradients all-reduced by DDP; a model without DDP is averaged after that step
+            instead). It is asked when a round ends, right before its averaging; the word of the first rank that is still
+            training counts for all.
         enabled: False makes it do nothing but count steps, as does a run that is not distributed.
         count: "calls" counts every step(), as Accelerate does; "optimizer" only those at which gradients were applied,
             which the Accelerator knows; without one every call counts.
-        wire: what travels for a parameter. "parameter": its own dtype; "float32": sums 16-bit parameters in float32. A wire that cannot hold
-            the parameter's dtype exactly ("bfloat16", "float16", "int8", "int4"; "float32" for float64) carries the difference to the
-            last average instead, and what rounding drops goes into a later one (error feedback); it keeps two float32 for
-            each element of the parameters (float64 for float64). float16, int8 and int4 share a scale among 256 values. Buffers, the
-            averagings asked for (synchronize(), averaged()) and the closing one always travel exactly. After loading other weights in place inside
-            the block call synchronize(): so large a difference would travel coarsely; with `outer`, to which it would be progress, leave the block instead.
-        state_device: where anchor, residual and momentum are kept: None for beside the parameters, or "cpu".
+        wire: what travels for a parameter. "parameter": its own dtype; "float32": sums 16-bit parameters in float32. A wire
+            that cannot hold the parameter's dtype exactly ("bfloat16", "float16", "int8", "int4"; "float32" for float64)
+            carries the difference to the last average instead, and what rounding drops goes into a later one (error feedback);
+            it keeps two float32 for each element of the parameters (float64 for float64). float16, int8 and int4 share a scale
+            among 256 values. Buffers, the averagings asked for (synchronize(), averaged()) and the closing one always travel
+            exactly. After loading other weights in place inside the block call synchronize(), else so large a difference
+            travels coarsely; with `outer` leave the block instead.
+        outer: what is done with the mean progress of a round: None for taking the mean; `OuterSGD`, `DiLoCo`, `SlowMo`, or a
+            callable that makes a torch.optim.Optimizer for the flat anchors (called once with a trial tensor, too). It keeps
+            anchor and momentum in float32 (float64 for float64), beside what the wire takes; momentum outlives the block.
+            averaged() gives the mean of the weights, without an outer step.
         buffers: what happens to float buffers in the state dict (BatchNorm statistics): "average", "broadcast" (follow rank
             0) or "keep" (each rank's own). Integer buffers follow rank 0 unless "keep".
-        nonfinite: a rank whose parameters hold NaN or inf when an averaging begins: "raise" NonFiniteError on every rank, before
-            anything is averaged; "exclude" that rank, which then receives the average of the healthy ones; "ignore" it, and save
-            the pass over the weights that looks for it. Buffers are not looked at: some hold -inf on purpose.
-        process_group: the ranks that average; default the DDP model's own group, the dimension of the model's device mesh along which nothing is cut, or
-            all ranks. DDP inside each host and averaging between hosts: `host_groups`.
-        backend: "native" (compiled), "torch" (pure PyTorch), or "auto": native where it is ready or can be built. Ranks may differ.
+        nonfinite: a rank whose parameters hold NaN or inf when an averaging begins: "raise" NonFiniteError on every rank,
+            before anything is averaged; "exclude" that rank, which then receives the average of the healthy ones; "ignore" it,
+            and save the pass over the weights that looks for it. Buffers are not looked at: some hold -inf on purpose.
+        overlap_steps: how many counted steps an averaging may take in the background, less than a round has (times `fragments`,
+            not more). Weights are taken when it is due; that many steps later they become the average and what this rank has
+            gained meanwhile (arXiv 2002.09539, 2501.18512), or at once where another averaging is asked for. It has a process
+            group of its own, and takes two copies of the largest fragment.
+        fragments: in how many parts of equal size, at most 62, the weights are averaged, at even distances within a round, each
+            once in it: an averaging then moves that part of the bytes. A schedule's rounds too short for this are made longer.
+        process_group: the ranks that average; default the DDP model's own group, the dimension of the model's device mesh along
+            which nothing is cut, or all ranks. DDP inside each host and averaging between hosts: `host_groups`.
+        backend: "native" (compiled), "torch", or "auto": native where it is ready or can be built. Ranks may differ.
         bucket_mb: size of one staging buffer in MiB; None for the device's default.
+        state_device: where anchor, residual and momentum are kept: None for beside the parameters, or "cpu".
         timeout: how long to wait for the other ranks at an averaging; None for the process group's own timeout.
-        outer: what is done with the mean progress of a round: None for taking the mean; `OuterSGD`, `DiLoCo`, `SlowMo`, or a callable that makes
-            a torch.optim.Optimizer for the flat anchors (called once with a trial tensor, too). It keeps the anchor and its momentum in float32 (float64 for float64), beside what the wire
-            takes; momentum outlives the block. averaged() gives the mean of the weights, to which no outer step is applied.
-        overlap_steps: how many counted steps an averaging may take in the background, less than a round has (times `fragments`, not more). Weights are taken
-            when it is due; that many steps later they become the average and what this rank has gained meanwhile (arXiv 2002.09539, 2501.18512), or
-            at once where another averaging is asked for. It has a process group of its own, and takes two copies of the largest fragment.
-        fragments: in how many parts of equal size the weights are averaged, at even distances within a round, each once in a round: an
-            averaging then moves that part of the bytes at once. At most 62. A schedule's rounds that are too short for this are made longer.
 
     Ranks may run out of batches at different times: who leaves the block early goes on serving the others' averagings, in which
     a rank's weights count if it has trained since the last one, until all are done. All leave with the same weights.
 
     Attributes:
-        num_steps: counted steps; where ranks had different numbers of batches, that of the longest once all have left the block. num_syncs: averagings
-        done, of single fragments, too. enabled: whether this object averages at all.
+        num_steps: counted steps; where ranks had different numbers, that of the longest once all have left the block.
+        num_syncs: averagings done, of single fragments, too. enabled: whether this object averages at all.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; the message says what is.
@@ -288,7 +293,8 @@ class LocalSGD:
         return self.report
 
     def _rebase_in_step(self) -> None:
-        """Steps of synchronous training are no progress for an outer optimizer: what ranks hold after them is what they agree on."""
+        """Steps of synchronous training are no progress for an outer optimizer: what ranks hold after them is what they agree
+        on."""
         if self._rounds is not None and self._inside and self._interval == 0 and self._gradient_sync.keeps_equal():
             self._rounds.rebase(self._place)
 
@@ -296,8 +302,8 @@ class LocalSGD:
     def averaged(self) -> Iterator[SyncReport | None]:
         """The averaged weights inside the block, this rank's own weights again after it, bit for bit, also after an error.
 
-        To be entered on all ranks alike; gives the report of the averaging. Holds a copy of the averaged tensors meanwhile. What is under way in
-        the background is waited for before: own weights are those with it.
+        To be entered on all ranks alike; gives the report of the averaging. Holds a copy of the averaged tensors meanwhile.
+        What is under way in the background is waited for before: own weights are those with it.
         """
         if self._rounds is None:
             yield None
@@ -313,24 +319,23 @@ class LocalSGD:
                 self._lent = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Counters, the place in the schedule, and what the outer optimizer keeps, as tensors by name; the same on every rank, save that for DTensors it
-        holds DTensors: `torch.distributed.checkpoint` saves and loads this object as it is (before the block, or inside it).
+        """Counters, the place in the schedule, and what the outer optimizer keeps, as tensors by name; the same on every rank,
+        save that for DTensors it holds DTensors: `torch.distributed.checkpoint` saves and loads this object as it is (before
+        the block, or inside it).
 
         To be saved beside the model, right after an averaging; `accelerator.register_for_checkpointing(local_sgd)` and
-        `accelerator.save_state()` see to both, and save every rank's own inner optimizer besides. Raises LocalSGDError inside the block if this rank
-        has trained since the last averaging: call synchronize() on all ranks before.
+        `accelerator.save_state()` see to both, and save every rank's own inner optimizer besides. Raises LocalSGDError inside
+        the block if this rank has trained since the last averaging: call synchronize() on all ranks before.
         """
         state = {"num_syncs": torch.tensor(0)} | saved(None) if self._rounds is None else self._rounds.state()
         state |= {"num_steps": torch.tensor(self.num_steps), "phase": torch.tensor(self._place.phase)}
         state["was_local"] = torch.tensor(self._gradient_sync.was_off)
         state["interval"] = torch.tensor(-1 if self._interval is None else self._interval)
-        if hasattr(self._schedule, "state_dict"):
-            for key, value in self._schedule.state_dict().items():
-                state[f"schedule.{key}"] = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        return state
+        return state | schedules.state(self._schedule)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`, on all ranks alike, after the model's own weights have been loaded; before the block or inside it.
+        """Go on from `state`, on all ranks alike, after the model's own weights have been loaded; before the block or inside
+        it.
 
         A state of another number of ranks is as good. Warns where it holds nothing of a parameter's momentum.
         """
@@ -347,9 +352,7 @@ class LocalSGD:
             self._rounds.restore(state, self.num_steps)
         if self._inside:
             self._gradient_sync.set(on=not self._interval)
-        if hasattr(self._schedule, "load_state_dict"):
-            prefix = "schedule."
-            self._schedule.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        schedules.load(self._schedule, state)
         if self._hooks is not None:
             self._hooks.load_optimizers()
 

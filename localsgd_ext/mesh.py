@@ -1,8 +1,9 @@
-"""Small messages between all ranks of a group, on connections of their own, so that nothing else can come between and they can be cut.
+"""Small messages between all ranks of a group, on connections of their own, so that nothing else can come between and they can
+be cut.
 
-Every rank sends its message to every other: whoever does not arrive is known by number, not only that someone is missing. Receives are
-posted ahead of time, for ordinary messages and apart from them for urgent ones. So a handshake costs one message each way, and the
-announcement of a failure reaches a peer's memory at any time, whatever the peer is doing.
+Every rank sends its message to every other: whoever does not arrive is known by number, not only that someone is missing.
+Receives are posted ahead of time, for ordinary messages and apart from them for urgent ones. So a handshake costs one message
+each way, and the announcement of a failure reaches a peer's memory at any time, whatever the peer is doing.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class Mesh:
     def announce(self, payload: bytes) -> None:
         """Send an urgent message to everyone who can still be reached, without waiting for anyone to look at it."""
         self._send(1, payload, _Message(), _URGENT)
-        # Wakes those that wait for an ordinary one. Cutting the connections would not, where a forked process (a data loader's) still
-        # holds them open.
+        # Wakes those that wait for an ordinary one. Cutting the connections would not, where a forked process (a data loader's)
+        # still holds them open.
         self._send(0, b"", _Message(), _ORDINARY)
         deadline = time.monotonic() + _FLUSH_SECONDS
         for work in self._sends:

@@ -106,10 +106,11 @@ _requires_grad = operator.attrgetter("requires_grad")
 class Selection:
     """The tensors of a model that take part in an averaging, looked up anew each time: models change while they train.
 
-    A parameter takes part once it has been seen trainable: when this object was made, or at any look since. It does so for good: some
-    loops freeze and unfreeze by turns, and what was trained before it was frozen differs between ranks. What was frozen all along is equal everywhere
-    and stays. So do buffers outside the state dict, which are caches that each rank can compute and may differ in shape; buffers
-    that share memory with a parameter taking part; and what the user told DDP to ignore.
+    A parameter takes part once it has been seen trainable: when this object was made, or at any look since. It does so for
+    good: some loops freeze and unfreeze by turns, and what was trained before it was frozen differs between ranks. What was
+    frozen all along is equal everywhere and stays. So do buffers outside the state dict, which are caches that each rank can
+    compute and may differ in shape; buffers that share memory with a parameter taking part; and what the user told DDP to
+    ignore.
 
     Of a DTensor the part that this rank holds is looked at. replicas: None where there is nobody to average with.
     """

@@ -20,9 +20,9 @@ class OuterSGD:
         m <- momentum * m + d
         a <- a + lr * (d + momentum * m if nesterov else m)
 
-    and all ranks go on from a. The same as `torch.optim.SGD(lr=lr, momentum=momentum, nesterov=nesterov)` with the gradient -d, fused into the pass
-    that receives d. lr=1, momentum=0 is the plain mean. State: the anchor and, with momentum, m: a float32 each for every element
-    of the parameters (float64 for float64).
+    and all ranks go on from a. The same as `torch.optim.SGD(lr=lr, momentum=momentum, nesterov=nesterov)` with the gradient -d,
+    fused into the pass that receives d. lr=1, momentum=0 is the plain mean. State: the anchor and, with momentum, m: a float32
+    each for every element of the parameters (float64 for float64).
 
     Raises ValueError unless lr > 0 and 0 <= momentum < 1, and for nesterov without momentum.
     """
@@ -46,7 +46,8 @@ Outer = OuterSGD | OuterFactory
 def DiLoCo(lr: float = 0.7, momentum: float = 0.9) -> OuterSGD:
     """DiLoCo's outer optimizer, Nesterov momentum, to be used with hundreds of local AdamW steps in a round.
 
-    Douillard et al. 2023, arXiv 2311.08105: lr=0.7 and momentum=0.9 were best there for every number of replicas. Raises ValueError as `OuterSGD` does.
+    Douillard et al. 2023, arXiv 2311.08105: lr=0.7 and momentum=0.9 were best there for every number of replicas. Raises
+    ValueError as `OuterSGD` does.
     """
     return OuterSGD(lr, momentum, nesterov=True)
 
@@ -54,9 +55,10 @@ def DiLoCo(lr: float = 0.7, momentum: float = 0.9) -> OuterSGD:
 def SlowMo(lr: float = 1.0, momentum: float = 0.5) -> OuterSGD:
     """Slow momentum over local SGD. Wang et al. 2020, arXiv 1910.00643.
 
-    The paper's buffer is u <- momentum * u + d / gamma with the step lr * gamma * u, gamma being the inner learning rate. Here it is kept in units
-    of the weights, m = gamma * u, which is the same where gamma does not change between two rounds, and needs no division by a learning
-    rate that a schedule may have brought to 0. lr is the paper's alpha, momentum its beta. Raises ValueError as `OuterSGD` does.
+    The paper's buffer is u <- momentum * u + d / gamma with the step lr * gamma * u, gamma being the inner learning rate. Here
+    it is kept in units of the weights, m = gamma * u, which is the same where gamma does not change between two rounds, and
+    needs no division by a learning rate that a schedule may have brought to 0. lr is the paper's alpha, momentum its beta.
+    Raises ValueError as `OuterSGD` does.
     """
     return OuterSGD(lr, momentum)
 
@@ -67,8 +69,8 @@ def makes_optimizer(outer: Outer | None) -> TypeGuard[OuterFactory]:
 
 
 def check_outer(outer: Any) -> str:
-    """Raise TypeError for what is neither None, an `OuterSGD`, nor a callable that makes an optimizer whose step() needs nothing. Gives a description,
-    which differs between optimizers of other classes or settings."""
+    """Raise TypeError for what is neither None, an `OuterSGD`, nor a callable that makes an optimizer whose step() needs
+    nothing. Gives a description, which differs between optimizers of other classes or settings."""
     if outer is None or isinstance(outer, OuterSGD):
         return repr(outer)
     named = {DiLoCo: "DiLoCo", SlowMo: "SlowMo", OuterSGD: "OuterSGD"}
@@ -94,7 +96,8 @@ def check_outer(outer: Any) -> str:
 
 
 def make_optimizer(outer: OuterFactory, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """What the callable makes of the anchors. Raises TypeError where that is no optimizer, ValueError where it is not for them."""
+    """What the callable makes of the anchors. Raises TypeError where that is no optimizer, ValueError where it is not for
+    them."""
     made = outer(anchors)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"outer={outer!r} returned {made!r}; it must return a torch.optim.Optimizer")

@@ -1,5 +1,5 @@
-"""Who averages with whom. A model may be spread over several ranks, which hold one replica of it between them; those that hold the same part of it in
-all replicas average that."""
+"""Who averages with whom. A model may be spread over several ranks, which hold one replica of it between them; those that hold
+the same part of it in all replicas average that."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _calls = itertools.count()
 
 
 class Replicas:
-    """group: the ranks that hold the same part of the model as this one, one in each replica. inside: the ranks of this rank's replica, with
-    itself, sorted. mesh: over which the model is spread."""
+    """group: the ranks that hold the same part of the model as this one, one in each replica. inside: the ranks of this rank's
+    replica, with itself, sorted. mesh: over which the model is spread."""
 
     def __init__(self, group: dist.ProcessGroup, inside: Sequence[int] = (), mesh: _Grid | None = None) -> None:
         self.group = group
@@ -39,7 +39,8 @@ class Replicas:
         return None if self._mesh is None else (self.inside.index(dist.get_rank()), len(self.inside))
 
     def holders(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Which ranks of this replica hold the same part of this tensor, with this rank, sorted; empty where it is this rank alone."""
+        """Which ranks of this replica hold the same part of this tensor, with this rank, sorted; empty where it is this rank
+        alone."""
         if len(self.inside) == 1:
             return ()
         if self._mesh is None:  # DDP inside
@@ -51,8 +52,8 @@ class Replicas:
 def find_replicas(model: torch.nn.Module, group: dist.ProcessGroup | None, accelerator: Any = None) -> Replicas | None:
     """None where torch.distributed is not initialised.
 
-    group: as the user gives it; None for what the model says: the dimension of its device mesh along which no tensor is cut, the group of DDP, else the
-    world. Raises LocalSGDError where there is none, or more than one.
+    group: as the user gives it; None for what the model says: the dimension of its device mesh along which no tensor is cut,
+    the group of DDP, else the world. Raises LocalSGDError where there is none, or more than one.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -118,8 +119,9 @@ def host_groups(local_world_size: int | None = None) -> tuple[dist.ProcessGroup,
         model = DistributedDataParallel(model, process_group=inside)
         with LocalSGD(None, model, 8, process_group=between) as local_sgd:
 
-    To be called on all ranks of the world. local_world_size: ranks of a host, the same on all; default LOCAL_WORLD_SIZE, as torchrun sets it. Ranks
-    of a host must follow each other, as torchrun numbers them. Raises LocalSGDError where hosts do not have equally many, and without a process group.
+    To be called on all ranks of the world. local_world_size: ranks of a host, the same on all; default LOCAL_WORLD_SIZE, as
+    torchrun sets it. Ranks of a host must follow each other, as torchrun numbers them. Raises LocalSGDError where hosts do not
+    have equally many, and without a process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise LocalSGDError("host_groups() needs torch.distributed; call init_process_group() first")
@@ -159,7 +161,8 @@ class _Grid:
         self._known: dict[tuple[Any, Any], frozenset[int]] = {}
 
     def cut(self, tensor: torch.Tensor) -> frozenset[int]:
-        """The dimensions along which a tensor is cut into parts. Raises LocalSGDError where it is a sum that is still to be taken."""
+        """The dimensions along which a tensor is cut into parts. Raises LocalSGDError where it is a sum that is still to be
+        taken."""
         if not is_spread(tensor):
             return frozenset()
         mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]

@@ -19,10 +19,11 @@ class SyncReport:
     """One averaging, as seen by this rank; with fragments, of those that were due.
 
     step: counted steps when it happened. round: which averaging it was, from 1. interval: local steps the schedule gave this
-    round. local_steps: since the ranks last held the same weights. seconds: host time this rank spent in it, in the background if it was there. device_seconds: from its first to
-    its last kernel, on CUDA; else None. wire_bytes: payload this rank sent, by the collective's own arithmetic.
-    drift: root mean square over ranks of ||x_i - mean|| / ||mean||, over all averaged parameters of the model, before the averaging.
-    active_ranks: ranks whose weights entered the mean (replicas, where one takes several ranks). backend: the engine that packed and applied ("torch" or "native").
+    round. local_steps: since the ranks last held the same weights. seconds: host time this rank spent in it, in the background
+    if it was there. device_seconds: from its first to its last kernel, on CUDA; else None. wire_bytes: payload this rank sent,
+    by the collective's own arithmetic. drift: root mean square over ranks of ||x_i - mean|| / ||mean||, over all averaged
+    parameters of the model, before the averaging. active_ranks: ranks whose weights entered the mean (replicas, where one takes
+    several ranks). backend: the engine that packed and applied ("torch" or "native").
     """
 
     step: int
@@ -42,7 +43,8 @@ class SyncReport:
 
 
 def saved(report: SyncReport | None) -> dict[str, torch.Tensor]:
-    """For a checkpoint, whose names are the same whether there is a report or not: the numbers of one that was never made then."""
+    """For a checkpoint, whose names are the same whether there is a report or not: the numbers of one that was never made
+    then."""
     numbers = asdict(report or SyncReport(0, 0, 0, 0, math.nan, None, 0, math.nan, 0, ""))
     wide = {"device_seconds", "seconds", "drift"}
     return {

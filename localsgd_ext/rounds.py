@@ -29,8 +29,8 @@ CHECK = "LOCALSGD_EXT_CHECK"
 class Rounds:
     """The averagings of one LocalSGD.
 
-    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name. overlaps: whether averagings go on in the
-    background of training, in a process group of their own.
+    nonfinite: see `LocalSGD`. options: whatever else has to be equal on all ranks, by name. overlaps: whether averagings go on
+    in the background of training, in a process group of their own.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class Rounds:
     def average(self, call: Call, place: Place, following: int = 0, parts: int = 0) -> list[Standing]:
         """Meet the other ranks, and average if one of them has something new; gives where they stood.
 
-        following: local steps of the next round, as far as this rank is concerned. parts: the fragments that step() is to average; all other calls
-        average all of them. Nothing may be under way in the background.
+        following: local steps of the next round, as far as this rank is concerned. parts: the fragments that step() is to
+        average; all other calls average all of them. Nothing may be under way in the background.
         """
         items = self._selection.items()
         own = self._standing(call, place, following, parts, items)
@@ -156,8 +156,8 @@ class Rounds:
         return outcome.standings
 
     def depart(self, place: Place, following: int, parts: int, ends: bool) -> None:
-        """Begin what `average` does in step(), in the background: `land` ends it. parts: one of them. ends: whether a round does, kept for
-        `land`."""
+        """Begin what `average` does in step(), in the background: `land` ends it. parts: one of them. ends: whether a round
+        does, kept for `land`."""
         items = self._selection.items()
         own = self._standing(Call.STEP, place, following, parts, items)._replace(taken=1)
         binding = self._averager.bindings[Mode.WIRE]

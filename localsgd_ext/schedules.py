@@ -44,7 +44,8 @@ class Every:
 
 @dataclass(frozen=True)
 class Warmup:
-    """`steps` steps of ordinary synchronous training (DDP all-reduces the gradients), then the schedule `then`, a number or a callable.
+    """`steps` steps of ordinary synchronous training (DDP all-reduces the gradients), then the schedule `then`, a number or a
+    callable.
 
     Post-local SGD: Lin et al. 2020, arXiv 1808.07217. Raises TypeError or ValueError for steps < 0 and for what is no schedule.
     """
@@ -73,13 +74,14 @@ class Warmup:
 
 @dataclass(frozen=True)
 class QSR:
-    """The quadratic synchronization rule: rounds of H = max(base, floor((alpha / lr)^2)) steps, longer as the learning rate falls.
+    """The quadratic synchronization rule: rounds of H = max(base, floor((alpha / lr)^2)) steps, longer as the learning rate
+    falls.
 
-    Gu et al. 2024, arXiv 2310.14423. optimizer: the inner one; lr is the largest of its parameter groups', as it is when a round begins. alpha:
-    a coefficient to tune, in units of the learning rate. While lr rises (a warm-up: more than when last asked, or at first less than what the
-    optimizer's scheduler names as its initial or largest) rounds have `base` steps, lest the small lr of the beginning make a round that never
-    ends. Where lr has fallen to 0 the round lasts until the block ends, which averages. Raises TypeError for what is no optimizer or no number,
-    ValueError for base < 1 and alpha <= 0.
+    Gu et al. 2024, arXiv 2310.14423. optimizer: the inner one; lr is the largest of its parameter groups', as it is when a
+    round begins. alpha: a coefficient to tune, in units of the learning rate. While lr rises (a warm-up: more than when last
+    asked, or at first less than what the optimizer's scheduler names as its initial or largest) rounds have `base` steps, lest
+    the small lr of the beginning make a round that never ends. Where lr has fallen to 0 the round lasts until the block ends,
+    which averages. Raises TypeError for what is no optimizer or no number, ValueError for base < 1 and alpha <= 0.
     """
 
     optimizer: torch.optim.Optimizer
@@ -115,12 +117,13 @@ class QSR:
 
 @dataclass(frozen=True)
 class DriftTarget:
-    """Rounds as long as the ranks may take to drift apart by `target` (see `SyncReport.drift`), between min_steps and max_steps.
+    """Rounds as long as the ranks may take to drift apart by `target` (see `SyncReport.drift`), between min_steps and
+    max_steps.
 
-    Starts with min_steps. Then, since drift grows with the steps of a round, about in proportion at first, the next has those of the last one
-    measured times target / drift, at most twice as many. That is the round before the one that is ending, so single rounds may miss the target by
-    half or twice of it where training is uneven. Raises TypeError for steps that are no whole numbers, ValueError unless target > 0 and
-    1 <= min_steps <= max_steps.
+    Starts with min_steps. Then, since drift grows with the steps of a round, about in proportion at first, the next has those
+    of the last one measured times target / drift, at most twice as many. That is the round before the one that is ending, so
+    single rounds may miss the target by half or twice of it where training is uneven. Raises TypeError for steps that are no
+    whole numbers, ValueError unless target > 0 and 1 <= min_steps <= max_steps.
     """
 
     target: float
@@ -161,7 +164,8 @@ def lasting(interval: int, overlap_steps: int, fragments: int) -> int:
 
 
 def fragments_due(interval: int, phase: int, fragments: int) -> int:
-    """Which fragments are averaged `phase` steps into a round of `interval`, as bits: number f at (f + 1) / fragments of it, rounded up."""
+    """Which fragments are averaged `phase` steps into a round of `interval`, as bits: number f at (f + 1) / fragments of it,
+    rounded up."""
     if fragments == 1:
         return int(phase >= interval)
     points = [-(-(number + 1) * interval // fragments) for number in range(fragments)]
@@ -181,6 +185,21 @@ def checked_interval(schedule: Schedule, local_sgd: LocalSGD) -> int:
             "steps of the next round, a whole number >= 1, or 0 for a step of ordinary synchronous training"
         )
     return min(interval, LONGEST)
+
+
+_PREFIX = "schedule."
+
+
+def state(schedule: Schedule) -> dict[str, torch.Tensor]:
+    """What a schedule remembers, by name, for a checkpoint; nothing where it has no state_dict()."""
+    kept = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
+    return {_PREFIX + k: torch.as_tensor(v, dtype=torch.float64 if isinstance(v, float) else None) for k, v in kept.items()}
+
+
+def load(schedule: Schedule, state: Mapping[str, torch.Tensor]) -> None:
+    """Take up what `state` gave, among other things."""
+    if hasattr(schedule, "load_state_dict"):
+        schedule.load_state_dict({k.removeprefix(_PREFIX): v for k, v in state.items() if k.startswith(_PREFIX)})
 
 
 def _whole_number(value: Any) -> int:

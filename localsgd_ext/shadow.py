@@ -1,4 +1,5 @@
-"""What is averaged in the place of a fragment while training goes on, and what becomes of the tensors once the average has arrived.
+"""What is averaged in the place of a fragment while training goes on, and what becomes of the tensors once the average has
+arrived.
 
 Overlap Local SGD: Wang et al. 2020, arXiv 2002.09539; by fragments: Douillard et al. 2025, arXiv 2501.18512.
 """
@@ -48,8 +49,8 @@ class Shadow:
         self._after.copy_(other._after)
 
     def give(self, progress: bool, is_root: bool) -> None:
-        """x <- average + (x - x when it was taken), in float32 (float64). Without `progress`, and for buffers, whose progress is no sum of
-        small steps (a variance must not become negative): the average alone."""
+        """x <- average + (x - x when it was taken), in float32 (float64). Without `progress`, and for buffers, whose progress
+        is no sum of small steps (a variance must not become negative): the average alone."""
         if self._follows and is_root:
             return
         averages = list(self._afters)
@@ -72,8 +73,8 @@ class Shadow:
 
 
 def shadows(table: Table, flats: Sequence[torch.Tensor]) -> tuple[list[Shadow], list[Bucket], torch.Tensor]:
-    """For each bucket of a table its shadow, and where that lies in the one tensor that all fragments share: as only one of them is
-    averaged at a time, that is as large as the largest."""
+    """For each bucket of a table its shadow, and where that lies in the one tensor that all fragments share: as only one of
+    them is averaged at a time, that is as large as the largest."""
     numel = 0
     places: list[tuple[Bucket, int]] = []
     for number, bucket in enumerate(table.buckets):

@@ -42,12 +42,14 @@ class Place(NamedTuple):
 class Standing(NamedTuple):
     """What one rank says of itself in a handshake.
 
-    trained, changed: the fragments, as bits, whose weights and whose buffers have changed since their last averaging. bad: number of the first
-    parameter that holds NaN or inf, else -1. step: counted steps. interval: local steps of its current round. phase: how many of them are behind it.
-    parts: the fragments that are to be averaged. replica: the one that the rank belongs to, a number. anchors: 2 where differences to anchors travel and rounding drops
-    some of them, 1 where it drops nothing, else 0. float16: whether sums are taken in it, in which they may overflow.
-    layout: see `Binding`. agreed: whether differences to what the ranks last agreed on can be sent. anchor: fingerprint of its anchors, where these are to be checked. following: local steps that its schedule gives
-    the next round. taken: whether what is to be averaged was taken, and training goes on meanwhile.
+    trained, changed: the fragments, as bits, whose weights and whose buffers have changed since their last averaging. bad:
+    number of the first parameter that holds NaN or inf, else -1. step: counted steps. interval: local steps of its current
+    round. phase: how many of them are behind it. parts: the fragments that are to be averaged. replica: the one that the rank
+    belongs to, a number. anchors: 2 where differences to anchors travel and rounding drops some of them, 1 where it drops
+    nothing, else 0. float16: whether sums are taken in it, in which they may overflow. layout: see `Binding`. agreed: whether
+    differences to what the ranks last agreed on can be sent. anchor: fingerprint of its anchors, where these are to be checked.
+    following: local steps that its schedule gives the next round. taken: whether what is to be averaged was taken, and training
+    goes on meanwhile.
     """
 
     call: Call

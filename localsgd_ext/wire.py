@@ -20,16 +20,18 @@ BLOCK = 256
 """Values that share a scale."""
 
 SCALE_BYTES = 2
-"""A scale is a bfloat16, rounded up so that no value is clipped. Against a float32 scale that saves 1/16 bit per value, as much as would
-lessen the error by 4 % elsewhere, and costs 0.5 % (int8) and 0.3 % (int4) of it (root mean square, normally distributed values)."""
+"""A scale is a bfloat16, rounded up so that no value is clipped. Against a float32 scale that saves 1/16 bit per value, as much
+as would lessen the error by 4 % elsewhere, and costs 0.5 % (int8) and 0.3 % (int4) of it (root mean square, normally
+distributed values)."""
 
 
 class Code(enum.Enum):
     """How the difference to the anchor is written, a block of 256 values at a time.
 
-    FLOAT64 and FLOAT32 are exact where differences are taken in them (`lossless`); these and BFLOAT16 round each value. The others share a scale in each block: FLOAT16 a power of two that
-    makes the largest value just below 2^15, so that small differences keep their bits and nothing overflows; INT8 and INT4
-    a 127th and a 7th of the largest value. Rounding is to nearest, ties to even.
+    FLOAT64 and FLOAT32 are exact where differences are taken in them (`lossless`); these and BFLOAT16 round each value. The
+    others share a scale in each block: FLOAT16 a power of two that makes the largest value just below 2^15, so that small
+    differences keep their bits and nothing overflows; INT8 and INT4 a 127th and a 7th of the largest value. Rounding is to
+    nearest, ties to even.
     """
 
     FLOAT64 = "float64"
@@ -70,10 +72,12 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the codes of a bucket are cut for the exchange: `count` chunks of `blocks` blocks and `nbytes` bytes, codes first, then scales.
+    """How the codes of a bucket are cut for the exchange: `count` chunks of `blocks` blocks and `nbytes` bytes, codes first,
+    then scales.
 
-    At two ranks there is one, which each sends to the other. Else there are as many as ranks, and each rank sums one. `summed` means that nothing is dropped, so that the
-    values themselves travel instead of their differences, in one chunk that an all-reduce sums.
+    At two ranks there is one, which each sends to the other. Else there are as many as ranks, and each rank sums one. `summed`
+    means that nothing is dropped, so that the values themselves travel instead of their differences, in one chunk that an
+    all-reduce sums.
     """
 
     count: int
@@ -117,7 +121,8 @@ def lossless(dtype: torch.dtype) -> Code:
 
 
 def travels_as(dtype: torch.dtype, wire: str, is_parameter: bool, with_outer: bool = False) -> Wire:
-    """What a tensor of real dtype `dtype` sends under `wire`: its values wherever they fit and nothing but their mean is asked for, else codes.
+    """What a tensor of real dtype `dtype` sends under `wire`: its values wherever they fit and nothing but their mean is asked
+    for, else codes.
 
     Buffers always send their values: they are few, and a running variance that rounding makes negative is of no use.
     """

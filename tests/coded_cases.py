@@ -1,4 +1,5 @@
-"""One bucket of codes on several ranks, all of them in this process: the CUDA kernels, run on the CPU, beside the PyTorch engine."""
+"""One bucket of codes on several ranks, all of them in this process: the CUDA kernels, run on the CPU, beside the PyTorch
+engine."""
 
 from __future__ import annotations
 

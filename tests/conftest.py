@@ -30,7 +30,8 @@ ENGINES = os.environ.get("LOCALSGD_TEST_ENGINES", "native torch").split()
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once with each engine behind backend="auto", on all ranks. A native engine that cannot be had is a failure."""
+    """Run the test once with each engine behind backend="auto", on all ranks. A native engine that cannot be had is a
+    failure."""
     if request.param == "native":
         request.getfixturevalue("native_binary")
         # By name, not "auto": a native engine that cannot be had is then an error on the ranks, too.

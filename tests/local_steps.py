@@ -1,4 +1,5 @@
-"""What stands for local training in the tests: models that begin equal, and progress that is known and differs between ranks."""
+"""What stands for local training in the tests: models that begin equal, and progress that is known and differs between
+ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Do the tests hold? Breaks lines of the engines and the control plane, one at a time in a copy of the project, and looks whether a test goes red.
+"""Do the tests hold? Breaks lines of the engines and the control plane, one at a time in a copy of the project, and looks
+whether a test goes red.
 
     python -m tests.mutation [NUMBER...]
 
-Not a test itself: with all mutants it takes about ten minutes, since the engine is compiled anew for some. Exits with 1 if one of them survives, or if the tests fail
-without any.
+Not a test itself: with all mutants it takes about ten minutes, since the engine is compiled anew for some. Exits with 1 if one
+of them survives, or if the tests fail without any.
 """
 
 from __future__ import annotations

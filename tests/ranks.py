@@ -14,8 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-# The fork server imports torch once; each rank is then forked from it in milliseconds. An optimizer imports torch._dynamo at its
-# first step, which takes seconds.
+# The fork server imports torch once; each rank is then forked from it in milliseconds. An optimizer imports torch._dynamo at
+# its first step, which takes seconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "accelerate", "localsgd_ext", "hypothesis"])
 
@@ -39,9 +39,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(rank, *args, **options) on every rank and give the results in rank order.
 
-    function: a top-level function of a test module. lost: a rank that is not expected to end; its result is None. daemon: False for ranks
-    that start processes of their own. limit: seconds after which every rank still alive is killed, with its
-    stack printed, and the test fails.
+    function: a top-level function of a test module. lost: a rank that is not expected to end; its result is None. daemon: False
+    for ranks that start processes of their own. limit: seconds after which every rank still alive is killed, with its stack
+    printed, and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

@@ -1,4 +1,5 @@
-"""Models that are sharded over several ranks (HSDP, FSDP2, tensor parallel), as ranks hold them, and an independent simulation in one process."""
+"""Models that are sharded over several ranks (HSDP, FSDP2, tensor parallel), as ranks hold them, and an independent simulation
+in one process."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ from .tensors import bits, values
 INTERVAL, STEPS = 4, 10
 
 SIZES = {"odd": (5, 7, 3), "even": (5, 8, 3), "whole": (4, 8, 2), "large": (20, 31, 23)}
-"""Inputs, hidden, outputs. odd: shards are uneven, and of 3 elements the last of 4 ranks has none; even: as tensor parallel wants it;
-whole: all shards are alike; large: more than 256 elements in each of two fragments of each of two shards."""
+"""Inputs, hidden, outputs. odd: shards are uneven, and of 3 elements the last of 4 ranks has none; even: as tensor parallel
+wants it; whole: all shards are alike; large: more than 256 elements in each of two fragments of each of two shards."""
 
 ALIKE = ("norm.weight", "norm.bias", "scale", "second.bias")
-"""What tensor parallel does not split: the ranks of a replica hold the same, and average it in groups that know nothing of each other."""
+"""What tensor parallel does not split: the ranks of a replica hold the same, and average it in groups that know nothing of each
+other."""
 
 
 class Model(nn.Module):
@@ -118,7 +120,8 @@ def vector_of(tensors: Any) -> torch.Tensor:
 
 
 class Simulation:
-    """All replicas in one process, in float64 and without anything distributed. A replica's gradient is the mean over its parts' batches."""
+    """All replicas in one process, in float64 and without anything distributed. A replica's gradient is the mean over its
+    parts' batches."""
 
     def __init__(
         self,

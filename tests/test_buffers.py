@@ -213,7 +213,8 @@ def test_what_follows_rank_0_follows_the_groups_own() -> None:
 
 
 def _settled(rank: int) -> list[int]:
-    """How many averagings there were: after a step, when nothing is new, after one rank alone has run its model forward, and again."""
+    """How many averagings there were: after a step, when nothing is new, after one rank alone has run its model forward, and
+    again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     counts = []

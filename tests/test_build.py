@@ -1,4 +1,5 @@
-"""Finding and building the native engine, with compilers that are scripts: what is built when, by whom, and what a failure leaves."""
+"""Finding and building the native engine, with compilers that are scripts: what is built when, by whom, and what a failure
+leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The CUDA kernels of coded buckets, compiled by g++ and run on the CPU, against the PyTorch engine: whole exchanges, byte by byte.
+"""The CUDA kernels of coded buckets, compiled by g++ and run on the CPU, against the PyTorch engine: whole exchanges, byte by
+byte.
 
 All ranks live in this process; what the collectives would move is copied between them.
 """

@@ -43,7 +43,8 @@ def emulated(request: pytest.FixtureRequest) -> ModuleType:
 
 @dataclass(frozen=True)
 class Case:
-    """One bucket: (elements, bytes past an aligned address) per tensor, how many of them are parameters, where staging begins."""
+    """One bucket: (elements, bytes past an aligned address) per tensor, how many of them are parameters, where staging
+    begins."""
 
     dtype: torch.dtype
     wire: torch.dtype

@@ -1,4 +1,5 @@
-"""What rounding has dropped on one rank arrives, whoever takes part; and nothing is agreed on that ranks do not have in common."""
+"""What rounding has dropped on one rank arrives, whoever takes part; and nothing is agreed on that ranks do not have in
+common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`localsgd-ext doctor` as a user meets it, on machines whose compilers are scripts: what it reports, and that it builds nothing."""
+"""`localsgd-ext doctor` as a user meets it, on machines whose compilers are scripts: what it reports, and that it builds
+nothing."""
 
 from __future__ import annotations
 

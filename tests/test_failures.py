@@ -31,7 +31,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: 
 
 
 def _raising(rank: int, culprit: int, where: str) -> dict[str, Any]:
-    """Trains until `culprit` raises; what this rank got for it, how long after reaching the averaging, and what works afterwards."""
+    """Trains until `culprit` raises; what this rank got for it, how long after reaching the averaging, and what works
+    afterwards."""
     model = DistributedDataParallel(nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     local_sgd = LocalSGD(None, model, INTERVAL)
@@ -223,7 +224,8 @@ def test_ranks_that_meet_in_different_calls_are_told() -> None:
 
 
 def _in_a_subgroup(rank: int) -> tuple[str, tuple[int, ...]]:
-    """Two pairs that average apart from each other; rank 3 fails, and only its own pair hears of it, by its number in the world."""
+    """Two pairs that average apart from each other; rank 3 fails, and only its own pair hears of it, by its number in the
+    world."""
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     model = nn.Linear(4, 4)
     with torch.no_grad():

@@ -99,7 +99,8 @@ def _trainer(folder: str, *callbacks: Any, **options: Any) -> Any:
 
 
 def _batches() -> DataLoader:
-    # One process would shuffle by the random numbers' state, which Lightning does not save; with several there is the epoch's seed.
+    # One process would shuffle by the random numbers' state, which Lightning does not save; with several there is the epoch's
+    # seed.
     return DataLoader(_data(), batch_size=BATCH, shuffle=dist.get_world_size() > 1)
 
 
@@ -164,7 +165,8 @@ def test_trains_as_a_loop_written_by_hand(tmp_path: Path) -> None:
 
 
 class _Average(pl.Callback):
-    """Works out what the average must be, and compares. Called before the callback that makes it. saves_at: a step at which it saves itself."""
+    """Works out what the average must be, and compares. Called before the callback that makes it. saves_at: a step at which it
+    saves itself."""
 
     def __init__(self, saves_at: int = 0) -> None:
         self.saves_at, self.means, self.validated, self.differed = saves_at, {}, [], True

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"NOT RUN: {REASON}")
 
 
 def _run(steps: int, timeout: float, outage: float | None) -> list[str]:
-    """At 100 Mbit/s one averaging of 5 M float32 takes about 2 s. The plug is pulled in the second one; `outage` None: for good."""
+    """At 100 Mbit/s one averaging of 5 M float32 takes about 2 s. The plug is pulled in the second one; `outage` None: for
+    good."""
     command = [sys.executable, "-m", "tests.on_host", "5000000", str(steps), str(timeout)]
     with Hosts(2, mbit=100) as hosts:
         processes = hosts.launch(command, stdout=subprocess.PIPE)

@@ -80,8 +80,8 @@ def _fifty_rounds(rank: int, name: str, wire: str) -> tuple[float, bytes, bytes]
 @pytest.mark.usefixtures("engine")
 def test_fifty_rounds_follow_the_formula(name: str, wire: str, bound: float, world_size: int) -> None:
     if name in ("DiLoCo", "callable SGD") and wire == "parameter":
-        # A float32 mean is off by up to half a step of a weight, 1.2e-7 here, in each of 50 rounds, and a momentum of 0.9 with lr 0.7
-        # makes seven times that of it: 4.2e-5, were all of one sign.
+        # A float32 mean is off by up to half a step of a weight, 1.2e-7 here, in each of 50 rounds, and a momentum of 0.9 with
+        # lr 0.7 makes seven times that of it: 4.2e-5, were all of one sign.
         bound = 2e-5
     if name == "callable AdamW":
         bound *= 20  # a step of 1e-3 whatever the size of the progress, so that what rounding changes counts for more

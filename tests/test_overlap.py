@@ -112,7 +112,8 @@ def _run(
 @pytest.mark.parametrize("fragments", [1, 3, 4])
 @pytest.mark.usefixtures("engine")
 def test_the_delayed_formula(fragments: int, overlap: int) -> None:
-    """With ranks that leave at different times: while something is under way, or right where it began, with nothing new since."""
+    """With ranks that leave at different times: while something is under way, or right where it began, with nothing new
+    since."""
     for name, wire, bound in (("mean", "parameter", 1e-5), ("DiLoCo", "parameter", 1e-5), ("SlowMo", "int8", 5e-4)):
         steps = (37, 24, 40, 31)[: 2 if name == "mean" else 4]
         simulation = Simulation(name, fragments, overlap, steps)

@@ -55,8 +55,8 @@ def test_the_largest_plans_are_printed_at_once() -> None:
 
 
 def test_70_billion_parameters_by_hand() -> None:
-    """1 Gbit/s: 2 * 999/1000 * 140e9 bytes at 0.9 * 125e6 a second are 2486.4 s; 4173 buckets of 32 MiB, 20 hops each, three at once: 13.9 s, hidden in that.
-    A value has 0.02 ns of passes: 1.4 s. int8 is 8.0625 bits of 16."""
+    """1 Gbit/s: 2 * 999/1000 * 140e9 bytes at 0.9 * 125e6 a second are 2486.4 s; 4173 buckets of 32 MiB, 20 hops each, three at
+    once: 13.9 s, hidden in that. A value has 0.02 ns of passes: 1.4 s. int8 is 8.0625 bits of 16."""
     plan = _plan(
         "--params", "70B", "--ranks", 1000, "--link", "1Gbit", "--step-time", 10, "--dtype", "bfloat16", "--device", "cuda"
     )["plans"][0]
@@ -76,7 +76,8 @@ def test_70_billion_parameters_by_hand() -> None:
 
 
 def test_at_400_gigabits_by_hand() -> None:
-    """All-reduces of 32 MiB that wait for 20 hops of 0.5 ms: 4173 of them, three at once, are 13.91 s; the bytes alone would be 6.2 s."""
+    """All-reduces of 32 MiB that wait for 20 hops of 0.5 ms: 4173 of them, three at once, are 13.91 s; the bytes alone would be
+    6.2 s."""
     plan = _plan(
         "--params", "70B", "--ranks", 1000, "--link", "400Gbit", "--step-time", 10, "--dtype", "bfloat16", "--device", "cuda"
     )["plans"][0]

@@ -1,4 +1,5 @@
-"""Replicas that are sharded over several ranks (HSDP, FSDP2, tensor parallel) against an independent simulation in one process."""
+"""Replicas that are sharded over several ranks (HSDP, FSDP2, tensor parallel) against an independent simulation in one
+process."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def test_each_rank_keeps_its_shard_and_averages_it(kind: str, replicas: int, par
 )
 @pytest.mark.usefixtures("engine")
 def test_tensor_parallel(kind: str, world_size: int, given: str, wire: str, optimizer: str, bound: float) -> None:
-    """What the plan does not split stays the same inside a replica, also where it travels in one block with other things on each rank."""
+    """What the plan does not split stays the same inside a replica, also where it travels in one block with other things on
+    each rank."""
     simulation = Simulation(2, 1 if kind == "TP" else 2, "even", optimizer).run(STEPS, STEPS)
     results = run_ranks(train_and_see, world_size, kind, 2, "even", optimizer, (STEPS, STEPS), given, wire=wire)
     compare(results, simulation, bound, 2)

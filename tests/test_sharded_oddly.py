@@ -1,4 +1,5 @@
-"""Models that are sharded in unusual ways, on which ranks might come to different decisions, or one of FSDP2's habits might hide an average."""
+"""Models that are sharded in unusual ways, on which ranks might come to different decisions, or one of FSDP2's habits might
+hide an average."""
 
 from __future__ import annotations
 

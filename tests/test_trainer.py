@@ -143,7 +143,8 @@ def test_evaluations_and_checkpoints_hold_the_average(tmp_path: Path) -> None:
 
 
 def _in_the_warm_up(rank: int, folder: str) -> None:
-    """Synchronous training is the same with evaluations and checkpoints as without, whatever the outer optimizer would make of it."""
+    """Synchronous training is the same with evaluations and checkpoints as without, whatever the outer optimizer would make of
+    it."""
     often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
     ends = []
     for number, more in enumerate(({}, often)):

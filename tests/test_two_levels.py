@@ -1,4 +1,5 @@
-"""Two levels without sharding: DDP inside each host and averaging between hosts; and averaging inside a host more often than everywhere."""
+"""Two levels without sharding: DDP inside each host and averaging between hosts; and averaging inside a host more often than
+everywhere."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def _flat(model: nn.Module) -> torch.Tensor:
 
 
 def _simulate(hosts: list[list[int]], steps: int) -> tuple[torch.Tensor, float]:
-    """Weights after so many steps, and the drift of the last averaging: for each host one model with the mean gradient of its ranks."""
+    """Weights after so many steps, and the drift of the last averaging: for each host one model with the mean gradient of its
+    ranks."""
     models = [_model() for _ in hosts]
     optimizers = [_sgd(model) for model in models]
     drift = 0.0

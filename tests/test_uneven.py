@@ -57,7 +57,8 @@ def _run(
 
 
 def _simulate(batches: tuple[int, ...], interval: int) -> dict[str, torch.Tensor]:
-    """In one process. Weights count if they were trained since the last averaging; integers follow the first rank that counts."""
+    """In one process. Weights count if they were trained since the last averaging; integers follow the first rank that
+    counts."""
     ranks = range(len(batches))
     models = [_model() for _ in ranks]
     done = [0 for _ in ranks]

@@ -1,4 +1,5 @@
-"""Lossy wires where something is out of the ordinary: ranks without batches or with NaN, tensors that join, collectives that fail."""
+"""Lossy wires where something is out of the ordinary: ranks without batches or with NaN, tensors that join, collectives that
+fail."""
 
 from __future__ import annotations
 

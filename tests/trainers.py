@@ -1,4 +1,5 @@
-"""A Trainer of Transformers for the tests, with a GPT of two layers and random tokens. Whatever imports this is skipped without Transformers."""
+"""A Trainer of Transformers for the tests, with a GPT of two layers and random tokens. Whatever imports this is skipped without
+Transformers."""
 
 from __future__ import annotations
 

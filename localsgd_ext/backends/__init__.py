@@ -24,8 +24,8 @@ def check_backend(backend: str) -> None:
 def pick(backend: str, devices: Collection[str]) -> Backend:
     """The engine for a `backend=` argument and tensors on devices of these types ("cpu", "cuda").
 
-    "auto" takes the native engine where it is ready or can be built, else the PyTorch one, after one warning that says why. Raises
-    LocalSGDError with the cause (the compiler's own words) where "native" cannot be had.
+    "auto" takes the native engine where it is ready or can be built, else the PyTorch one, after one warning that says why.
+    Raises LocalSGDError with the cause (the compiler's own words) where "native" cannot be had.
     """
     from .reference import ReferenceBackend
 

@@ -1,7 +1,8 @@
-"""Buckets of codes in pure PyTorch: differences to the anchor are encoded with error feedback, and the anchor follows their mean.
+"""Buckets of codes in pure PyTorch: differences to the anchor are encoded with error feedback, and the anchor follows their
+mean.
 
-Error feedback: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847. Every rank decodes the same bytes by the same
-arithmetic, so the anchors stay equal to the last bit; no product is fused into an addition, so engines agree likewise.
+Error feedback: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847. Every rank decodes the same bytes by
+the same arithmetic, so the anchors stay equal to the last bit; no product is fused into an addition, so engines agree likewise.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _FLOAT16_TOP = 14 << 23  # exponent of the largest value of a block in float16: 
 def encode(v: torch.Tensor, code: Code, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the codes of v, float32 or float64 of shape (blocks, 256), and leave in v what they drop.
 
-    codes: bytes, shape (blocks, 256 * bits / 8). scales: bfloat16, shape (blocks, 1), if the code has them. A block that holds NaN or inf
-    gets the scale NaN (a single value becomes NaN or inf where there are no scales), one whose scale would be subnormal 0; of the
-    former nothing is kept as dropped, of the latter all.
+    codes: bytes, shape (blocks, 256 * bits / 8). scales: bfloat16, shape (blocks, 1), if the code has them. A block that holds
+    NaN or inf gets the scale NaN (a single value becomes NaN or inf where there are no scales), one whose scale would be
+    subnormal 0; of the former nothing is kept as dropped, of the latter all.
     """
     v32 = v if code is Code.FLOAT64 else v.float()
     if code.scaled:
@@ -62,7 +63,8 @@ def decode(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
 
 
 def scale_of(largest: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and its inverse (0 where nothing of a block can be sent), float32, for blocks whose largest absolute value this is."""
+    """Scale and its inverse (0 where nothing of a block can be sent), float32, for blocks whose largest absolute value this
+    is."""
     if code is Code.FLOAT16:
         bits = ((largest.view(torch.int32) & _EXPONENT) - _FLOAT16_TOP).clamp_(min=0)
     else:
@@ -114,7 +116,8 @@ class CodedBucket:
             self._theirs = self._received
 
     def start(self, group: dist.ProcessGroup, terms: Terms) -> dist.Work:
-        """Encode this rank's progress and what it owes: what rounding has dropped from the means it took part in, as a share of these.
+        """Encode this rank's progress and what it owes: what rounding has dropped from the means it took part in, as a share of
+        these.
 
         A rank that does not contribute still pays its debts.
         """
@@ -147,7 +150,8 @@ class CodedBucket:
         return all_gather(self._received, self._mine, group, terms.timeout)
 
     def finish(self, group: dist.ProcessGroup, terms: Terms) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Let the anchor follow the mean progress d, and copy it to the tensors, rounding once; gives what `ReferenceBucket.apply` does."""
+        """Let the anchor follow the mean progress d, and copy it to the tensors, rounding once; gives what
+        `ReferenceBucket.apply` does."""
         anchor = self._anchor()
         begun = self._begun(anchor)
         if self._chunks.summed:

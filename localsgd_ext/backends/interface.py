@@ -24,8 +24,8 @@ class BoundBucket(Protocol):
 class State:
     """A bucket's part of anchor, residual and momentum (see `Anchors`); None for those that there are none of.
 
-    homes: where they are kept. heres: where to compute with them: the same tensors, or on another device ones that all buckets share,
-    since their use ends with each step of a bucket's way.
+    homes: where they are kept. heres: where to compute with them: the same tensors, or on another device ones that all buckets
+    share, since their use ends with each step of a bucket's way.
     """
 
     def __init__(self, homes: Sequence[torch.Tensor | None], heres: Sequence[torch.Tensor | None]) -> None:
@@ -72,13 +72,15 @@ class Backend(Protocol):
         rank: int,
         size: int,
     ) -> BoundBucket:
-        """As `bind`, for a table whose wire is a code. staging: `chunks.staging_bytes` bytes. chunks, state: the bucket's. outer: an
-        optimizer of torch's gets its gradient, -d, in the place of the momentum; anchor and tensors are then left to it. rank, size: of the group."""
+        """As `bind`, for a table whose wire is a code. staging: `chunks.staging_bytes` bytes. chunks, state: the bucket's.
+        outer: an optimizer of torch's gets its gradient, -d, in the place of the momentum; anchor and tensors are then left to
+        it. rank, size: of the group."""
 
     def average(self, buckets: Sequence[BoundBucket], group: dist.ProcessGroup, terms: Terms) -> torch.Tensor:
-        """Pack, exchange and apply all buckets in a pipeline: each waits for the one before it in its staging buffer, of which there are SLOTS.
+        """Pack, exchange and apply all buckets in a pipeline: each waits for the one before it in its staging buffer, of which
+        there are SLOTS.
 
-        Gives [||local - mean||^2, ||mean||^2], float64 (float32 where a device has no other), shape (2,). Raises what a collective
-        or `terms.watch` raises; every element then holds its local or its averaged value, but collectives may still be in flight and
-        write to the staging buffers, which must not be used again.
+        Gives [||local - mean||^2, ||mean||^2], float64 (float32 where a device has no other), shape (2,). Raises what a
+        collective or `terms.watch` raises; every element then holds its local or its averaged value, but collectives may still
+        be in flight and write to the staging buffers, which must not be used again.
         """

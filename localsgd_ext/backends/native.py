@@ -1,4 +1,5 @@
-"""The compiled engine: found beside this package or in the cache, or built on first use; the same interface as the reference."""
+"""The compiled engine: found beside this package or in the cache, or built on first use; the same interface as the
+reference."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def find(target: build.Target) -> Path | None:
 
 
 def misfit(built: dict[str, Any], target: build.Target) -> str | None:
-    """Why a binary with this note is not used, or None if it can be. Raises BuildError where the switch asks for the impossible."""
+    """Why a binary with this note is not used, or None if it can be. Raises BuildError where the switch asks for the
+    impossible."""
     flavour, architectures = built["flavour"], built["architectures"]
     if built["key"] != build.key(target, flavour):
         return "other sources, flags or platform"
@@ -121,8 +123,8 @@ def misfit(built: dict[str, Any], target: build.Target) -> str | None:
         return "CUDA can be built" if build.make_plan(target).flavour == "cuda" else None
     if build.switch() == "cpu":
         return f"{build.SWITCH}=cpu"
-    # The driver's tool is asked, and only now that the answer matters: it takes a moment, but to ask torch would initialise CUDA
-    # in this process, which a user who forks later could not have. What building again would not change is accepted.
+    # The driver's tool is asked, and only now that the answer matters: it takes a moment, but to ask torch would initialise
+    # CUDA in this process, which a user who forks later could not have. What building again would not change is accepted.
     gpus = build.present_gpus()
     if build.covers(architectures, gpus) or tuple(architectures) == build.make_plan(target).architectures:
         return None

@@ -32,7 +32,8 @@ class _Bucket(Protocol):
         """Start the second collective, if there is one."""
 
     def finish(self, group: dist.ProcessGroup, terms: Terms) -> Pair | None:
-        """Write to the tensors. Gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, or None where there are none."""
+        """Write to the tensors. Gives ||local - mean||^2 and ||mean||^2 over the bucket's parameters, or None where there are
+        none."""
 
 
 class ReferenceBackend:
@@ -99,7 +100,8 @@ class ReferenceBackend:
 class ReferenceBucket:
     """A bucket of values. All views are made once, here: with many small tensors making them costs more than copying.
 
-    buffer: what travels, shape (bucket.numel,), the table's wire dtype. follow: one rank's buffer is broadcast, rather than the sum taken.
+    buffer: what travels, shape (bucket.numel,), the table's wire dtype. follow: one rank's buffer is broadcast, rather than the
+    sum taken.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ COMMANDS = {
     "plan": "predict time per step, share of communication and memory for DDP, Accelerate's LocalSGD and this package",
     "bench": "measure links and averagings between running ranks, and suggest settings (start it with torchrun)",
 }
-"""Each is a module here, which has add_arguments(parser) and run(arguments), giving the exit status. Only the one that is called is imported: torch takes
-longer than some of them."""
+"""Each is a module here, which has add_arguments(parser) and run(arguments), giving the exit status. Only the one that is
+called is imported: torch takes longer than some of them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,7 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and give its exit status: 0 done, 1 failed, 130 interrupted, 141 where nobody reads on; a wrong argument exits with 2."""
+    """Run the command line and give its exit status: 0 done, 1 failed, 130 interrupted, 141 where nobody reads on; a wrong
+    argument exits with 2."""
     parser = _Parser(
         prog="localsgd-ext",
         description="Fast, safe parameter averaging for local SGD with PyTorch and Accelerate.",

@@ -1,4 +1,5 @@
-"""`localsgd-ext bench`: what this network and these machines give. Run by every rank, as torchrun or `accelerate launch` starts them."""
+"""`localsgd-ext bench`: what this network and these machines give. Run by every rank, as torchrun or `accelerate launch` starts
+them."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def _can_be_written(path: Path) -> bool:
 def measure(
     megabytes: float, dtype: str, wires: list[str], bucket_mbs: list[float], rounds: int, device: Any, longest: float = 2.0
 ) -> dict[str, Any]:
-    """To be called by all ranks; gives the same on all. longest: seconds that one all-reduce may take, else there will be fewer megabytes."""
+    """To be called by all ranks; gives the same on all. longest: seconds that one all-reduce may take, else there will be fewer
+    megabytes."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,5 @@
-"""`localsgd-ext doctor`: what was found on this machine, what the native engine would be built with, and what backend="auto" picks.
+"""`localsgd-ext doctor`: what was found on this machine, what the native engine would be built with, and what backend="auto"
+picks.
 
 Builds nothing unless told to. Every decision is asked of `build` and `backends.native`, which take it when training starts.
 """

@@ -1,4 +1,5 @@
-"""`localsgd-ext plan`: what training will cost on given links, before it is started. The formulas are in `localsgd_ext.costs`."""
+"""`localsgd-ext plan`: what training will cost on given links, before it is started. The formulas are in
+`localsgd_ext.costs`."""
 
 from __future__ import annotations
 

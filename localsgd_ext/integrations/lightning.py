@@ -33,19 +33,19 @@ STATE = "local_sgd"
 class LocalSGDCallback(Callback):
     """Makes a Lightning Trainer train by local SGD: `Trainer(strategy="ddp", callbacks=[LocalSGDCallback(8)])`.
 
-    The ranks' gradients are no longer averaged, but their weights every `local_sgd_steps` optimizer steps, and once more where training ends. What is
-    validated and saved is the average: at a validation or a checkpoint between two averagings there is one more, which with `outer` is a step of the outer
-    optimizer, too. The numbers of the last averaging
-    (`local_sgd/drift`, `local_sgd/seconds`, ...) are logged every `log_every_n_steps`. Checkpoints hold the state of LocalSGD and every rank's own optimizers,
-    learning rate schedules and gradient scaler, which differ between ranks, unless they hold weights alone; rank 0 needs the memory for all of them while it
-    saves. So `fit(ckpt_path=...)` on as many ranks goes on with the same bits, as far as Lightning itself does: it keeps neither the random
-    numbers' state nor, in the middle of an epoch, the place in the data.
+    The ranks' gradients are no longer averaged, but their weights every `local_sgd_steps` optimizer steps, and once more where
+    training ends. What is validated and saved is the average: at a validation or a checkpoint between two averagings there is
+    one more, which with `outer` is a step of the outer optimizer, too. The numbers of the last averaging (`local_sgd/drift`,
+    `local_sgd/seconds`, ...) are logged every `log_every_n_steps`. Checkpoints hold the state of LocalSGD and every rank's own
+    optimizers, learning rate schedules and gradient scaler, which differ between ranks, unless they hold weights alone; rank 0
+    needs the memory for all of them while it saves. So `fit(ckpt_path=...)` on as many ranks goes on with the same bits, as far
+    as Lightning itself does: it keeps neither the random numbers' state nor, in the middle of an epoch, the place in the data.
 
     Each fit() is a LocalSGD of its own. Lightning itself still makes the ranks meet once per batch, to learn of a SIGTERM.
 
     Args:
-        local_sgd_steps: see `LocalSGD`; here every step is an optimizer step, however many batches it accumulates. With several optimizers (manual
-            optimization) it is a batch in which any of them stepped.
+        local_sgd_steps: see `LocalSGD`; here every step is an optimizer step, however many batches it accumulates. With several
+            optimizers (manual optimization) it is a batch in which any of them stepped.
         options: the keyword arguments of `LocalSGD`.
 
     Attributes:
@@ -106,7 +106,8 @@ class LocalSGDCallback(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._count(trainer)
         steps, self._new_steps = self._new_steps, 0
-        # No more often than it is looked at: the drift of an averaging arrives later. Each of several optimizers counts for the Trainer.
+        # No more often than it is looked at: the drift of an averaging arrives later. Each of several optimizers counts for the
+        # Trainer.
         if steps and (trainer.global_step // steps % max(1, trainer.log_every_n_steps) == 0 or trainer.should_stop):
             pl_module.log_dict(
                 {} if self._average is None else self._average.metrics(), on_step=True, on_epoch=False, batch_size=1
@@ -167,7 +168,8 @@ class LocalSGDCallback(Callback):
             self._average.make()
 
     def _save(self, trainer: Any, save_checkpoint: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """`Trainer.save_checkpoint`, of the average: no hook comes before each of its calls, and none at all where weights alone are saved."""
+        """`Trainer.save_checkpoint`, of the average: no hook comes before each of its calls, and none at all where weights
+        alone are saved."""
         self._make_average(trainer)
         save_checkpoint(*args, **kwargs)
 

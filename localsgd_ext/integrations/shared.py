@@ -16,7 +16,8 @@ _GIVEN = {"self", "accelerator", "model", "local_sgd_steps"}
 
 
 def check_options(local_sgd_steps: int | Schedule, options: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError where they cannot be meant; `LocalSGD` itself looks at the values, once there is a model."""
+    """Raise TypeError or ValueError where they cannot be meant; `LocalSGD` itself looks at the values, once there is a
+    model."""
     as_schedule(local_sgd_steps)
     allowed = [name for name in inspect.signature(LocalSGD.__init__).parameters if name not in _GIVEN]
     for name in options:
@@ -60,7 +61,8 @@ class Average:
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Give this one object another method of that name. What is returned puts things back, unless it was replaced once more meanwhile."""
+    """Give this one object another method of that name. What is returned puts things back, unless it was replaced once more
+    meanwhile."""
     had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, method)
 

@@ -31,20 +31,22 @@ STATE = "local_sgd.bin"
 
 
 class LocalSGDCallback(TrainerCallback):
-    """Makes a Trainer train by local SGD: `Trainer(..., callbacks=[LocalSGDCallback(8)])`, started by torchrun or `accelerate launch`.
+    """Makes a Trainer train by local SGD: `Trainer(..., callbacks=[LocalSGDCallback(8)])`, started by torchrun or `accelerate
+    launch`.
 
-    The ranks' gradients are no longer averaged, but their weights every `local_sgd_steps` optimizer steps, and once more where training ends. What is
-    evaluated and saved is the average: at an evaluation or a checkpoint between two averagings there is one more, which with `outer` is a step of the outer
-    optimizer, too (unless `eval_steps` and `save_steps` are multiples of `local_sgd_steps`). The Trainer's logs hold the numbers of
-    the last averaging (`local_sgd/drift`, `local_sgd/seconds`, ...) beside the loss. Checkpoints hold the state of LocalSGD and every rank's own
-    optimizer, learning rate schedule and gradient scaler, which differ between ranks (the Trainer saves rank 0's), so `resume_from_checkpoint` goes on with the
-    same bits on as many ranks; with `save_only_model=True` they do not.
+    The ranks' gradients are no longer averaged, but their weights every `local_sgd_steps` optimizer steps, and once more where
+    training ends. What is evaluated and saved is the average: at an evaluation or a checkpoint between two averagings there is
+    one more, which with `outer` is a step of the outer optimizer, too (unless `eval_steps` and `save_steps` are multiples of
+    `local_sgd_steps`). The Trainer's logs hold the numbers of the last averaging (`local_sgd/drift`, `local_sgd/seconds`, ...)
+    beside the loss. Checkpoints hold the state of LocalSGD and every rank's own optimizer, learning rate schedule and gradient
+    scaler, which differ between ranks (the Trainer saves rank 0's), so `resume_from_checkpoint` goes on with the same bits on
+    as many ranks; with `save_only_model=True` they do not.
 
-    Each train() is a LocalSGD of its own. Where train() ends with an exception the Trainer calls no callback: the other ranks get PeerError when that process
-    ends or trains again.
+    Each train() is a LocalSGD of its own. Where train() ends with an exception the Trainer calls no callback: the other ranks
+    get PeerError when that process ends or trains again.
 
-    What still joins the ranks at every optimizer step is the Trainer's count of tokens: `TrainingArguments(average_tokens_across_devices=False)` leaves
-    each rank its own.
+    What still joins the ranks at every optimizer step is the Trainer's count of tokens:
+    `TrainingArguments(average_tokens_across_devices=False)` leaves each rank its own.
 
     Args:
         local_sgd_steps: see `LocalSGD`; here every step is an optimizer step, however many batches it accumulates.
@@ -83,7 +85,8 @@ class LocalSGDCallback(TrainerCallback):
         self._trainer, self._trial = trainer, called_with.get("trial")
         self.local_sgd = local_sgd.__enter__()
         self._average = Average(local_sgd)
-        # Last of all, so that it sees every other callback's wish to evaluate, to save and to stop. Another list: this one is being walked through.
+        # Last of all, so that it sees every other callback's wish to evaluate, to save and to stop. Another list: this one is
+        # being walked through.
         handler = trainer.callback_handler
         handler.callbacks = [*(each for each in handler.callbacks if each is not self), self]
         self._undo_log = replace_method(trainer, "log", functools.partial(self._log, trainer.log))
@@ -180,9 +183,9 @@ class LocalSGDCallback(TrainerCallback):
 def _find_trainer(callback: TrainerCallback) -> tuple[Any, Mapping[str, Any]]:
     """The Trainer that is calling `callback`, and the arguments of its training loop.
 
-    It passes neither itself nor the folder it resumes from, and a callback given to its constructor or to `add_callback` hears of it only when it is called.
-    But it is there, in the frames of the call: the innermost one that belongs to a Trainer with this callback. No frame further out is looked
-    into, since that would keep alive what is deleted there later.
+    It passes neither itself nor the folder it resumes from, and a callback given to its constructor or to `add_callback` hears
+    of it only when it is called. But it is there, in the frames of the call: the innermost one that belongs to a Trainer with
+    this callback. No frame further out is looked into, since that would keep alive what is deleted there later.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -194,7 +197,8 @@ def _find_trainer(callback: TrainerCallback) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _own(trainer: Any) -> dict[str, Any]:
-    """What differs between ranks that train apart, beside the weights. The schedule and the scaler do where a rank skips a step (float16)."""
+    """What differs between ranks that train apart, beside the weights. The schedule and the scaler do where a rank skips a step
+    (float16)."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     own = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler, "scaler": scaler}
     return {name: each for name, each in own.items() if each is not None}

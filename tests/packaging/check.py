@@ -1,4 +1,5 @@
-"""One averaging with the installed package: alone, or as a rank that torch.distributed.run started. Prints the engine that did it."""
+"""One averaging with the installed package: alone, or as a rank that torch.distributed.run started. Prints the engine that did
+it."""
 
 from __future__ import annotations
 
