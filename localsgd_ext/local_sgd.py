@@ -97,7 +97,6 @@ class LocalSGD:
         TypeError, ValueError: an argument is not allowed; the message says what is.
         LocalSGDError: backend="native" cannot be had; the message holds the cause.
         NotImplementedError: DeepSpeed, Megatron-LM, FSDP1, XLA.
-
         On entry, on every rank: LayoutMismatchError where tensors or options differ. In averagings, on every rank that is left:
         PeerError where a rank failed or is gone, PeerTimeoutError where one did not come; NonFiniteError.
     """
@@ -188,10 +187,8 @@ class LocalSGD:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, *_: object) -> None:
-        """Average what was not averaged yet, and turn DDP's gradient sync on again, whatever happens.
-
-        After an exception no collective is started: the peers may be anywhere. They are told.
-        """
+        """Average what was not averaged yet, and turn DDP's gradient sync on again, whatever happens. After an exception no
+        collective is started: the peers may be anywhere. They are told."""
         try:
             if self._rounds is not None:
                 if exc is not None:
@@ -213,10 +210,8 @@ class LocalSGD:
                 self._rounds.release()
 
     def step(self) -> None:
-        """Count a step, and average if one is due. Call it once after each optimizer.step(), on all ranks alike.
-
-        Raises LocalSGDError outside the `with` block, NonFiniteError as `nonfinite` says.
-        """
+        """Count a step, and average if one is due. Call it once after each optimizer.step(), on all ranks alike. Raises
+        LocalSGDError outside the `with` block, and in an averaging what the class says."""
         applied = self._accelerator is None or self._accelerator.sync_gradients
         counted = self._count == "calls" or applied
         if not self.enabled:
@@ -276,7 +271,8 @@ class LocalSGD:
             self._agreed(*self._rounds.land())
 
     def synchronize(self) -> SyncReport | None:
-        """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with."""
+        """Average now, on all ranks alike, without moving the schedule; None where there is nobody to average with. Raises what
+        the class says."""
         return self._average_now(Call.SYNCHRONIZE)
 
     def settle(self) -> SyncReport | None:
