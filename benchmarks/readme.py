@@ -43,10 +43,13 @@ def between(low: float, high: float) -> str:
     return f"{100 * low:.0f} to {100 * high:.0f}"
 
 
+def signed(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
 @figures
 def machine() -> str:
-    runs = [load(name) for name in ("averaging-2-ranks", "training-2-hosts", "wires-2-hosts")]
-    run = runs[0]
+    run = load("training-2-hosts")
     versions = f"torch {run['torch']}, accelerate {run['accelerate']}, torchft {run['torchft']}, Python {run['python']}"
     return f"{run['cores']} cores of an {run['cpu']} shared with others, {run['system']}; localsgd_ext {run['localsgd_ext']}, {versions}"
 
@@ -60,9 +63,24 @@ def link_speed() -> str:
         return " / ".join(f"{100 * rows[rate][name]['share']:.0f}" for rate in rows)
 
     return (
-        f"At {' / '.join(rows)} Mbit/s: DDP {shares('DDP')} %, Accelerate's helper {shares(THEIRS)} %, "
+        f"{' / '.join(rows)} Mbit/s: DDP {shares('DDP')} %, Accelerate's helper {shares(THEIRS)} %, "
         f'`LocalSGD` as it comes {shares("ours")} %, with `wire="int8", overlap_steps=1, fragments=4` {shares(ALL_OF_OURS)} %'
     )
+
+
+@figures
+def wire_cost() -> str:
+    """Of int8, against float32."""
+    results = load("convergence-wires")["ranks"]
+    each = (f"{signed(result['int8']['relative_mean'])} with {ranks} ranks" for ranks, result in results.items())
+    return " and ".join(each)
+
+
+@figures
+def interval_cost() -> str:
+    """Of longer rounds, against DDP."""
+    results = load("convergence-family")["ranks"]["4"]
+    return f"{signed(results['local-8']['relative_mean'])} of held-out loss against DDP at H = 8, {signed(results['local-32']['relative_mean'])} at 32"
 
 
 @figures
@@ -89,7 +107,7 @@ def training() -> str:
 
 
 def relative(row: dict[str, Any]) -> str:
-    return f"{100 * row['relative_mean']:+.2f} % ({100 * row['relative_worst']:+.2f} %)"
+    return f"{signed(row['relative_mean'])} ({signed(row['relative_worst'])})"
 
 
 @figures
