@@ -110,7 +110,8 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
         group = dist.group.WORLD
-        return lambda: average_parameters(iter(list(model.parameters())), group)
+        parameters = [p for p in model.parameters() if p.requires_grad]  # as PeriodicModelAverager picks those with a gradient
+        return lambda: average_parameters(iter(parameters), group)
     if method == "accelerate":
         from accelerate import Accelerator
         from accelerate.local_sgd import LocalSGD as AccelerateLocalSGD

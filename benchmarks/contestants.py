@@ -65,7 +65,8 @@ class World:
 
 @dataclass
 class Outcome:
-    """What became of a rank. kind: "result", "error", "hangs" or "dies"; with it the result, the error's text or the exit code."""
+    """What became of a rank. kind: "result", "error", "hangs" or "dies"; with it the result, the error's text or the exit
+    code."""
 
     kind: str
     value: Any = None
@@ -79,7 +80,8 @@ def run(
     min_replicas: int | None = None,
     per_replica: int = 1,
 ) -> list[Outcome]:
-    """Call function(world, *args) in `ranks` processes. min_replicas: with a lighthouse of torchft that goes on with so many."""
+    """Call function(world, *args) in `ranks` processes. min_replicas: with a lighthouse of torchft that goes on with so
+    many."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         address = stack.enter_context(_lighthouse(min_replicas)) if min_replicas else None
         barrier, failed_at = _context.Barrier(ranks), _context.Value("d", 0.0)
@@ -156,7 +158,8 @@ def _lighthouse(min_replicas: int) -> Iterator[str]:
 def manager(
     world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None, min_replicas: int = 1, size: int = 1
 ) -> Any:
-    """A manager of torchft. optimizer: what heals with the model, None where the loop registers that itself. size: ranks of a replica."""
+    """A manager of torchft. optimizer: what heals with the model, None where the loop registers that itself. size: ranks of a
+    replica."""
     from torchft import Manager, ProcessGroupGloo
 
     inside, port = world.rank % size, world.folder / f"port-{world.rank // size}"
@@ -280,7 +283,8 @@ class Prepared(Loop):
 
 
 class Torch(Loop):
-    """Post-local SGD as the documentation of PeriodicModelAverager has it. Subgroups of one rank, so that no gradients travel."""
+    """Post-local SGD as the documentation of PeriodicModelAverager has it. Subgroups of one rank, so that no gradients
+    travel."""
 
     def set_up(self, ddp: bool) -> None:
         import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local_sgd

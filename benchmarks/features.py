@@ -2,15 +2,16 @@
 
     python -m benchmarks.features [--json FILE] [--rows TEXT ...] [--contestants NAME ...]
 
-Every answer is that of real processes on this machine, over Gloo on the loopback interface; a probe that is not over after 25 s "hangs".
-Bytes are counted on the interface, where other programs' count as well: `unshare -n sh -c "ip link set lo up && python -m
-benchmarks.features"` (as root) has one of its own. Each contestant is set up as its documentation shows:
+Every answer is that of real processes on this machine, over Gloo on the loopback interface; a probe that is not over after 25 s
+"hangs". Bytes are counted on the interface, where other programs' count as well: `unshare -n sh -c "ip link set lo up && python
+-m benchmarks.features"` (as root) has one of its own. Each contestant is set up as its documentation shows:
 
 localsgd_ext: LocalSGD(None, DDP(model), H); with torchft, localsgd_ext.integrations.torchft.
 Accelerate: accelerate.local_sgd.LocalSGD.
 torch: DDP with post_localSGD_hook and PeriodicModelAverager. The hook gets subgroups of one rank, so that no gradients travel.
-torchft: torchft.local_sgd.LocalSGD and DiLoCo, with a real Manager and LighthouseServer, synchronous quorum, and timeouts of 5 s
-(10 s for the quorum; the lighthouse waits 5 s for a replica that lives, and takes one for dead after 1.5 s). Its own are up to a minute.
+torchft: torchft.local_sgd.LocalSGD and DiLoCo, with a real Manager and LighthouseServer, synchronous quorum, and timeouts of 5
+s (10 s for the quorum; the lighthouse waits 5 s for a replica that lives, and takes one for dead after 1.5 s). Its own are up
+to a minute.
 
 No launcher watches the processes here: torchrun would end the others once one has failed.
 """

@@ -60,7 +60,8 @@ def two_layers() -> nn.Sequential:
 
 
 def bytes_sent(world: World, average: Callable[[], object], model: nn.Module) -> float:
-    """Bytes that a rank sends in one averaging, counted on `lo`: the least of four, since all else that travels there only adds to it."""
+    """Bytes that a rank sends in one averaging, counted on `lo`: the least of four, since all else that travels there only adds
+    to it."""
     counts = []
     for _ in range(4):
         with torch.no_grad():
@@ -168,7 +169,8 @@ def uneven(contestant: str, evaluates: bool) -> str:
 
 
 def _failing(world: World, how: str) -> tuple[str | None, float, int]:
-    """Rank 1 fails while rank 0 waits for it in the averaging of step 8. Of rank 0: its error, if any, when, and in which step."""
+    """Rank 1 fails while rank 0 waits for it in the averaging of step 8. Of rank 0: its error, if any, when, and in which
+    step."""
     looped = loop(world, two_layers(), 4, lr=0.01)
     step, seconds = 0, 0.0
     try:

@@ -270,9 +270,10 @@ def convergence_family() -> str:
 @figures
 def features() -> str:
     result = load("features")
-    contestants = result["contestants"]
-    titles = ["", *(f"{name} {version}" for name, version in contestants.items())]
-    return table(titles, [[title, *(row[name] for name in contestants)] for title, row in result["rows"].items()])
+    names = {"localsgd_ext": "localsgd_ext", "Accelerate": "accelerate", "torch": "torch", "torchft": "torchft"}
+    titles = ["", *(f"{name} {result[version]}" for name, version in names.items())]
+    titles[3] += ", `PeriodicModelAverager`"
+    return table(titles, [[title, *(row[name] for name in names)] for title, row in result["rows"].items()])
 
 
 @figures

@@ -54,6 +54,10 @@ print(json.dumps({
 """
 
 
+TOOL_SECONDS = 20.0
+"""How long the driver's tool is waited for: a driver that hangs must not hang an installation."""
+
+
 class BuildError(RuntimeError):
     """The native engine cannot be built; the message holds the cause, or the compiler's own words."""
 
@@ -237,8 +241,8 @@ def present_gpus() -> list[str]:
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
     command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:  # a driver that hangs must not hang an installation
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TOOL_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return sorted({line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip())})

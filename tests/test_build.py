@@ -400,3 +400,52 @@ def test_cuda_asked_for_in_vain(machines: Machines) -> None:
     machines.on("9.0", choice="cuda", toolkit=False)
     with pytest.raises(build.BuildError, match="LOCALSGD_EXT_BUILD=cuda, but no usable CUDA toolkit"):
         machines.found()
+
+
+def test_tools_that_cannot_be_started_are_build_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ 'unbalanced")
+    with pytest.raises(build.BuildError, match=r"CXX=.* is no command"):
+        build.compiler()
+    broken = tmp_path / "g++"
+    broken.write_text("#!/nowhere/at/all\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    for call in (build.compiler_and_version, lambda: build._run([str(broken), "-c"])):
+        with pytest.raises(build.BuildError, match=r"g\+\+.*\s*cannot be run: No such file"):
+            call()
+
+
+def test_a_driver_that_hangs_or_cannot_be_asked_shows_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/nowhere/at/all\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert build.present_gpus() == []
+    monkeypatch.setattr(build, "TOOL_SECONDS", 0.2)
+    tool.write_text("#!/bin/sh\nexec sleep 20\n")
+    begun = time.monotonic()
+    assert build.present_gpus() == []
+    assert time.monotonic() - begun < 10
+    tool.write_text("#!/bin/sh\necho 9.0\n")
+    assert build.present_gpus() == ["9.0"]
+
+
+def test_a_torch_that_cannot_be_imported_is_told_from_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    monkeypatch.setattr(build.sys, "executable", str(python))
+    for script, found in (("exit 3", None), ("echo 'ImportError: libcudart.so.13' >&2; exit 1", "libcudart.so.13")):
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        if found is None:
+            assert build.installed_target() is None
+        else:
+            with pytest.raises(build.BuildError, match=found):
+                build.installed_target()
+
+
+@pytest.mark.parametrize(
+    ("asked", "jobs"), [("3", 3), ("0", 1), ("", len(os.sched_getaffinity(0))), ("all", len(os.sched_getaffinity(0)))]
+)
+def test_max_jobs(asked: str, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", asked)
+    assert build._jobs() == jobs

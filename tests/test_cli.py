@@ -114,6 +114,17 @@ def test_a_wrong_argument_ends_the_process_with_status_2():
     assert "Traceback" not in err
 
 
+def test_a_reader_who_has_seen_enough_is_no_error():
+    with start("doctor") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 141
+    assert err == ""
+
+
 def test_without_a_command_it_prints_help(capsys):
     from localsgd_ext.cli import main
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,33 @@ def _in_the_background(rank: int) -> None:
 def test_averaging_in_the_background_leaves_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
     ranks.run_ranks(_in_the_background, 2, limit=120.0)
+
+
+def _stepped_on_the_host(rank: int) -> None:
+    """Anchors beside the host's memory, moved by an optimizer there: it waits for its gradient."""
+    from localsgd_ext import LocalSGD
+
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = nn.ParameterList([nn.Parameter(torch.ones(n, device=device)) for n in (900, 2_000_000)])
+        outer = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+        with LocalSGD(None, model, 2, wire="int8", outer=outer, state_device="cpu") as local_sgd:
+            for step in range(8):
+                with torch.no_grad():
+                    for parameter in model:
+                        parameter.add_((rank + 1) * 2.0**-10 * (step + 1))
+                if device == "cuda":
+                    torch.cuda._sleep(20_000_000)  # the host runs ahead of the device
+                local_sgd.step()
+        ends.append([parameter.detach().cpu() for parameter in model])
+    assert all(map(same_bits, *ends))
+
+
+@pytest.mark.usefixtures("native_binary")
+def test_an_optimizer_on_the_host_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
+    monkeypatch.setenv("LOCALSGD_EXT_CHECK", "1")
+    ranks.run_ranks(_stepped_on_the_host, 2, limit=120.0)
 
 
 def test_work_goes_to_the_current_stream(engine: Any) -> None:

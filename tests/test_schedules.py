@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from localsgd_ext import QSR, DiLoCo, DriftTarget, Every, LocalSGD, Warmup
-from localsgd_ext.schedules import LONGEST, fragments_due, lasting
+from localsgd_ext.schedules import LONGEST, checked_interval, fragments_due, lasting
 
 from .ranks import run_ranks
 from .tensors import bits, values
@@ -246,3 +246,11 @@ def test_schedules_compose() -> None:
     assert schedule(SimpleNamespace(num_steps=499)) == 0  # type: ignore[arg-type]
     assert schedule(SimpleNamespace(num_steps=500)) == 306  # type: ignore[arg-type]
     assert Warmup(2, then=8).then == Every(8)
+
+
+def test_rounds_without_an_end_in_sight_fit_into_a_handshake() -> None:
+    local_sgd = LocalSGD(None, nn.Linear(2, 2), 10**30)
+    assert checked_interval(Every(10**30), local_sgd) == LONGEST
+    assert checked_interval(lambda _: 2**70, local_sgd) == LONGEST
+    with pytest.raises(ValueError, match="overlap_steps must be"):
+        LocalSGD(None, nn.Linear(2, 2), 10**30, overlap_steps=10**29)

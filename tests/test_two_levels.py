@@ -122,6 +122,11 @@ def _groups(rank: int) -> tuple[list[int], list[int], str]:
     return dist.get_process_group_ranks(inside), dist.get_process_group_ranks(between), str(caught.value)
 
 
+def test_host_groups_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LocalSGDError, match="call init_process_group"):
+        host_groups()
+
+
 def test_host_groups() -> None:
     for rank, (inside, between, message) in enumerate(run_ranks(_groups, 4)):
         assert inside == [rank // 2 * 2, rank // 2 * 2 + 1]
