@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from localsgd_ext.averager import Averager, Item
+from localsgd_ext.averager import Averager
 from localsgd_ext.binding import DEFAULT_BUCKET_MB
 from localsgd_ext.collectives import SLOTS
-from localsgd_ext.wire import Mode
+from localsgd_ext.items import Item
+from localsgd_ext.replicas import resolve_group
 
 from .record import machine, save
 from .shapes import SETS, Model, values
@@ -105,11 +106,11 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
     if method == "torchft":
         from torchft.local_sgd import LocalSGD as TorchftLocalSGD
 
-        return TorchftLocalSGD(Manager(), model, torch.optim.SGD(model.parameters(), lr=0.1), 1).sync  # type: ignore[arg-type]
+        return TorchftLocalSGD(Manager(), model, torch.optim.SGD(model.parameters(), lr=0.1), 1).sync
     if method == "torch":
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        group = dist.group.WORLD
+        group = everyone()
         parameters = [p for p in model.parameters() if p.requires_grad]  # as PeriodicModelAverager picks those with a gradient
         return lambda: average_parameters(iter(parameters), group)
     if method == "accelerate":
@@ -118,6 +119,12 @@ def make(method: str, model: Model, bucket_mb: float | None) -> Callable[[], obj
 
         return AccelerateLocalSGD(Accelerator(cpu=True), model, 1)._sync_and_avg_model_params
     raise ValueError(method)
+
+
+def everyone() -> dist.ProcessGroup:
+    group = resolve_group(None)
+    assert group is not None
+    return group
 
 
 def trained(model: Model) -> torch.Tensor:
@@ -143,11 +150,13 @@ def sliced(flat: torch.Tensor, bucket_mb: float) -> Callable[[], object]:
 
 def passes(model: Model, bucket_mb: float | None) -> Callable[[], object]:
     """What the native engine adds to the collectives: every bucket packed, divided, measured and copied back."""
-    averager = Averager(dist.group.WORLD, "parameter", "native", bucket_mb)
-    averager.average([Item(n, p) for n, p in model.named_parameters() if p.requires_grad], step=0, round=0, interval=0).result()
+    averager = Averager(everyone(), "parameter", "native", bucket_mb)
+    items = [Item(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    averager.average(items, step=0, round=0, interval=0).result()
+    buckets: list[Any] = list(averager.bind(items).buckets)
 
     def both() -> None:
-        for bucket in averager.bindings[Mode.WIRE].buckets:
+        for bucket in buckets:
             bucket.pack()
             bucket.apply(1)
 
@@ -247,7 +256,9 @@ def spawn(function: Callable[..., None], ranks: int, *args: Any) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         queue = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(function, (ranks, f"{folder}/store", *args, queue), nprocs=ranks)
+        mp.spawn(  # type: ignore[attr-defined]
+            function, (ranks, f"{folder}/store", *args, queue), nprocs=ranks
+        )
         return queue.get()
 
 

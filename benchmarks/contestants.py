@@ -89,7 +89,9 @@ def run(
         for rank in range(ranks):
             ours, theirs = _context.Pipe(duplex=False)
             world = World(contestant, rank, ranks, Path(folder), barrier, failed_at, address)
-            process = _context.Process(target=_main, args=(theirs, function, world, args, per_replica), daemon=True)
+            process: BaseProcess = _context.Process(
+                target=_main, args=(theirs, function, world, args, per_replica), daemon=True
+            )
             process.start()
             theirs.close()
             started.append((process, ours))
@@ -164,7 +166,9 @@ def manager(
 
     inside, port = world.rank % size, world.folder / f"port-{world.rank // size}"
     if inside == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         port.write_text(str(store.port))
     world.barrier.wait()
     state: dict[str, Any] = {"load_state_dict": None, "state_dict": None}
@@ -200,7 +204,9 @@ class Loop:
     def __init__(
         self, world: World, model: nn.Module, interval: int, lr: float = 0.0, ddp: bool = True, shape: tuple[int, ...] = (4, 4)
     ) -> None:
-        self.world, self.model, self.wrapped, self.interval, self.shape = world, model, model, interval, shape
+        self.world, self.interval, self.shape = world, interval, shape
+        self.model: Any = model  # indexed where it is a Sequential
+        self.wrapped: Any = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer: Any = torch.optim.SGD(trained, lr=lr)
         self.inputs = torch.Generator().manual_seed(world.rank)
@@ -270,11 +276,12 @@ class Prepared(Loop):
 
         self.accelerator = Accelerator(cpu=True)
         self.wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-        if self.world.contestant == OURS:
-            from localsgd_ext import LocalSGD
-        else:
-            from accelerate.local_sgd import LocalSGD
-        self.context = LocalSGD(accelerator=self.accelerator, model=self.wrapped, local_sgd_steps=self.interval)
+        from accelerate.local_sgd import LocalSGD as Theirs
+
+        from localsgd_ext import LocalSGD as Ours
+
+        kind: Any = Ours if self.world.contestant == OURS else Theirs
+        self.context = kind(accelerator=self.accelerator, model=self.wrapped, local_sgd_steps=self.interval)
         if self.world.contestant == OURS:
             self.accelerator.register_for_checkpointing(self.context)
 

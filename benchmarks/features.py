@@ -19,23 +19,23 @@ No launcher watches the processes here: torchrun would end the others once one h
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import importlib.util
 import inspect
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import localsgd_ext
+from localsgd_ext.dtensors import local_part
 
 from . import contestants, probes
+from .averaging import everyone
 from .contestants import ACCELERATE, CONTESTANTS, OURS, TORCH, TORCHFT, World
+from .record import machine, save
 
 NOT_OFFERED = "not offered"
 
@@ -45,7 +45,7 @@ NOT_OFFERED = "not offered"
 
 def _saved(world: World) -> str:
     with_accelerate = world.contestant in (OURS, ACCELERATE)
-    kind = contestants.Prepared if with_accelerate else contestants.LOOPS[world.contestant]
+    kind: Any = contestants.Prepared if with_accelerate else contestants.LOOPS[world.contestant]
     looped = kind(world, probes.two_layers(), 4).warmed_up()
     looped.fill(2 * world.rank)
     looped.step()
@@ -63,7 +63,7 @@ def _saved(world: World) -> str:
     if world.contestant == TORCH:
         from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        average_parameters(looped.model.parameters(), dist.group.WORLD)
+        average_parameters(looped.model.parameters(), everyone())
         asked = "average_parameters()"
     else:
         looped.context.sync()
@@ -73,6 +73,7 @@ def _saved(world: World) -> str:
 
 def _wire(world: World, code: bool) -> float:
     model = nn.Linear(1000, 1000)
+    kind: Any
     if world.contestant == OURS:
         kind = type("Coded", (contestants.Ours,), {"options": {"wire": "int8"} if code else {}})
     else:
@@ -83,15 +84,14 @@ def _wire(world: World, code: bool) -> float:
 
 def _offers(contestant: str, ours: str, torchfts: str) -> bool:
     """Whether the constructor has an argument for it."""
-    if contestant == OURS:
-        from localsgd_ext import LocalSGD as kind
-    elif contestant == ACCELERATE:
-        from accelerate.local_sgd import LocalSGD as kind
-    elif contestant == TORCH:
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager as kind
-    else:
-        from torchft.local_sgd import DiLoCo as kind
-    return not {ours, torchfts}.isdisjoint(inspect.signature(kind.__init__).parameters)
+    where = {
+        OURS: ("localsgd_ext", "LocalSGD"),
+        ACCELERATE: ("accelerate.local_sgd", "LocalSGD"),
+        TORCH: ("torch.distributed.algorithms.model_averaging.averagers", "PeriodicModelAverager"),
+        TORCHFT: ("torchft.local_sgd", "DiLoCo"),
+    }
+    module, name = where[contestant]
+    return not {ours, torchfts}.isdisjoint(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
 
 
 def if_offered(function: Callable[[World], str], ours: str, torchfts: str) -> Callable[[str], str]:
@@ -146,7 +146,12 @@ def _background(world: World, late: str) -> float:
         time.sleep(2)
     if world.rank == 1 and late == "sends":
         whole, pauses = looped.manager.allreduce, iter([2.0])
-        looped.manager.allreduce = lambda *args, **kwargs: (time.sleep(next(pauses, 0.0)), whole(*args, **kwargs))[1]
+
+        def late_allreduce(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(next(pauses, 0.0))
+            return whole(*args, **kwargs)
+
+        looped.manager.allreduce = late_allreduce
     begun = time.perf_counter()
     looped.step()
     seconds = time.perf_counter() - begun
@@ -226,7 +231,7 @@ def _sharded(world: World) -> str:
             train()
             fill()
             train()
-    values = {value for each in model.parameters() for value in each.to_local().flatten().tolist()}
+    values = {value for each in model.parameters() for value in local_part(each).flatten().tolist()}
     train()  # whether it can still be trained
     return "yes" if values == {0.5} else f"no: {sorted(values)} in place of 0.5"
 
@@ -267,8 +272,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[""], help="only those that hold one of these texts")
     parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     options = parser.parse_args()
-    result: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "torchft")}
-    result["localsgd_ext"] = localsgd_ext.__version__
+    result: dict[str, Any] = machine()
     result["rows"] = {}
     print("| | " + " | ".join(options.contestants) + " |\n|" + "---|" * (1 + len(options.contestants)))
     for title, function in ROWS.items():
@@ -277,7 +281,7 @@ def main() -> None:
             print(f"| {title} | " + " | ".join(row.values()) + " |", flush=True)
             result["rows"][title] = row
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
 
 
 if __name__ == "__main__":

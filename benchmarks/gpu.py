@@ -26,10 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from localsgd_ext.averager import Averager, Item
-from localsgd_ext.backends.interface import BoundBucket
+from localsgd_ext.averager import Averager
+from localsgd_ext.items import Item
 from localsgd_ext.replicas import resolve_group
-from localsgd_ext.wire import Mode
 
 from .record import machine, save
 from .shapes import SETS
@@ -103,11 +102,10 @@ def averager(backend: str, bucket_mb: float | None) -> Averager:
     return Averager(group, "parameter", backend, bucket_mb)
 
 
-def bound(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[BoundBucket]:
+def bound(tensors: Sequence[torch.Tensor], bucket_mb: float) -> list[Any]:
     """The native engine's buckets, tied to the tensors and to a ring of staging buffers exactly as for an averaging."""
     native = averager("native", bucket_mb)
-    native._bind(items(tensors))
-    return native.bindings[Mode.WIRE].buckets
+    return list(native.bind(items(tensors)).buckets)
 
 
 def kernels(

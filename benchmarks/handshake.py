@@ -18,17 +18,17 @@ from typing import Any
 import torch.distributed as dist
 
 from localsgd_ext.control import Control
-from localsgd_ext.standing import Call, News, Standing
+from localsgd_ext.standing import Call, Standing
 
-from .averaging import spawn, start
+from .averaging import everyone, spawn, start
 from .record import machine, save
 
 
 def measure(rank: int, ranks: int, folder: str, rounds: int, out: Any) -> None:
     start(rank, ranks, folder)
-    control = Control(dist.group.WORLD, None)
+    control = Control(everyone(), None)
     control.enter(["option: none"], [], [], 0)
-    own = Standing(Call.STEP, News.WEIGHTS, -1, 8, 8, 0)
+    own = Standing(Call.STEP, trained=1, changed=1, bad=-1, step=8, interval=8, phase=8)
     contestants = {"barrier": dist.barrier, "handshake": lambda: control.meet(own)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):

@@ -121,7 +121,7 @@ class Hosts:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         whole = ["ip", "netns", "exec", self._names[host], *command]
-        return subprocess.Popen(whole, env=os.environ | variables, text=True, **options)  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(whole, env=os.environ | variables, text=True, **options)  # type: ignore[call-overload]
 
 
 def _ip(*arguments: str) -> None:

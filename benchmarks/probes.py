@@ -99,7 +99,7 @@ def view(world: World) -> str:
 
 
 def strides(world: World) -> str:
-    model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     looped = loop(world, model, 1, shape=(1, 4, 8, 8)).warmed_up()
     looped.fill(world.rank)
     looped.step()
@@ -322,7 +322,7 @@ def _caught(world: World) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
                 looped.step()
     except Exception:
-        return looped.wrapped.require_backward_grad_sync
+        return bool(looped.wrapped.require_backward_grad_sync)
     raise AssertionError("no exception")
 
 

@@ -41,7 +41,7 @@ def large() -> list[Shape]:
 
 def lora() -> list[Shape]:
     """300 M frozen parameters, and 6 M trained ones in 192 small matrices."""
-    return [(1024, 1024)] * FROZEN["lora"] + [(31, 1024)] * 192
+    return [*[(1024, 1024)] * FROZEN["lora"], *[(31, 1024)] * 192]
 
 
 SETS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny, "large": large, "lora": lora}
