@@ -12,6 +12,7 @@ from torch import nn
 
 from localsgd_ext import LocalSGD, LocalSGDError, average_parameters
 from localsgd_ext.averager import Averager, Item
+from localsgd_ext.collectives import SLOTS
 from localsgd_ext.wire import EXACT, Chunks, Code, Mode, travels_as
 
 from .local_steps import BUCKET_MB, LOSSY, WAYS, drift, everything, mean_drift, parameters, states
@@ -89,15 +90,20 @@ def test_a_float16_wire_never_overflows() -> None:
     assert {near for near, _ in run_ranks(_large, 4)} == {1.0}
 
 
+BLOCK_MB = 130 / 2**20
+"""Of a bucket with one block in few bits."""
+
+
 def _both_engines(rank: int, wire: str, dtype: torch.dtype) -> None:
     """Several rounds of odd tensors, and of numbers that few expect, with each engine: all they leave is the same."""
     results = []
     for backend in ("torch", "native"):
         model = OddModel((dtype,), 0)
-        averager = Averager(dist.group.WORLD, wire, backend, BUCKET_MB)
+        averager = Averager(dist.group.WORLD, wire, backend, BLOCK_MB)
         items = [Item(name, parameter) for name, parameter in model.named_parameters()]
         averager.bind(items)
         averager.agree()
+        assert len(averager.bindings[Mode.WIRE].buckets) > 2 * SLOTS, "each staging buffer is used several times"
         info = torch.finfo(dtype)
         odd = [0.0, -0.0, info.tiny / 4, -info.tiny, 1e4, -1e-30, 3e38 if dtype != torch.float16 else 6e4]
         for salt in range(4):
