@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-BUILD = "from localsgd_ext.backends import native; native.get()"
 
 
 class Mutant(NamedTuple):
@@ -141,8 +140,6 @@ MUTANTS = (
 def run_tests(folder: Path, mutant: Mutant, cache: Path) -> tuple[int, str]:
     """Exit status of pytest, and its last line."""
     environment = {**os.environ, "LOCALSGD_EXT_CACHE": str(cache), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if mutant.file.startswith("csrc/"):
-        subprocess.run([sys.executable, "-c", BUILD], cwd=folder, env=environment, capture_output=True, check=False)
     command = [
         sys.executable,
         "-m",
