@@ -165,9 +165,6 @@ def main() -> int:
             if name and (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        subprocess.run(
-            [sys.executable, "-c", BUILD], cwd=folder, env={**os.environ, "LOCALSGD_EXT_CACHE": str(cache)}, check=True
-        )
         for number in numbers:
             mutant, begun = MUTANTS[number - 1], time.monotonic()
             path = folder / mutant.file
