@@ -51,7 +51,7 @@ def signed(share: float) -> str:
 def machine() -> str:
     run = load("training-2-hosts")
     versions = f"torch {run['torch']}, accelerate {run['accelerate']}, torchft {run['torchft']}, Python {run['python']}"
-    return f"{run['cores']} cores of an {run['cpu']} shared with others, {run['system']}; localsgd_ext {run['localsgd_ext']}, {versions}"
+    return f"{run['cores']} cores of an {run['cpu']}, shared with others; {run['system']}, {versions}"
 
 
 @figures
@@ -108,6 +108,13 @@ def training() -> str:
 
 def relative(row: dict[str, Any]) -> str:
     return f"{signed(row['relative_mean'])} ({signed(row['relative_worst'])})"
+
+
+@figures
+def averaging_steps() -> str:
+    """How many local steps one plain averaging takes as long as, from how much it slows training down."""
+    result = load("training-2-hosts")
+    return f"{result['interval'] * (1 / result['mbit']['100']['ours']['share'] - 1):.0f}"
 
 
 @figures

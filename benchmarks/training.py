@@ -6,14 +6,14 @@ one run.
 Two hosts (network namespaces on this machine, one process on one core each; Linux, as root, with `ip` and `tc`) train the
 demo's GPT on real text, averaging every 8 steps where they do. Each contestant has a model of its own and trains 16 steps in
 its turn, in which there are two averagings; times are of the slowest host, shares are medians over the turns, each relative to
-the turn without communication of the same round. At 100 Mbit/s and with six windows a step, one float32 averaging takes about
-as long as four steps.
+the turn without communication of the same round. At 100 Mbit/s and with six windows a step, one float32 averaging takes as
+long as four to five steps.
 
 With --per-host 2 there are two levels: each host has two processes, which share its core and its link, and DDP keeps them
 together at every step, within the host; ours averages between the hosts, each process with the one of the same local rank
 elsewhere. This is measured against DDP over all processes, and shares are relative to DDP inside each host with nothing between
 the hosts. Every process averages all of the model, so that twice as much goes over a link, but a host's step takes twice as
-long as well: one float32 averaging is about four steps again.
+long as well: one float32 averaging is as many again.
 """
 
 from __future__ import annotations
