@@ -63,16 +63,20 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Numbers that differ, as good as surely, where any bit of the tensors does, or their order. One pass, on the tensors'
     devices."""
     sums = []
-    weights: dict[torch.device, torch.Tensor] = {}
+    rooms: dict[torch.device, tuple[torch.Tensor, ...]] = {}
     for tensor in filter(_has_bits, tensors):
         words = _words(tensor)
-        if words.device not in weights:
+        if words.device not in rooms:
             # Odd, and another for each place, so that no two words can change places unseen.
-            weights[words.device] = torch.arange(STRETCH, dtype=torch.int32, device=words.device).mul_(-1640531534).add_(1)
+            weights = torch.arange(STRETCH, dtype=torch.int32, device=words.device).mul_(-1640531534).add_(1)
+            # Room that is used again and again: temporaries of this size, with small results between them, leave an allocator's
+            # memory in pieces that fit nothing, as much as the model has.
+            rooms[words.device] = weights, torch.empty_like(weights), torch.empty_like(weights)
         for stretch in words.split(STRETCH):
-            stretch = stretch.to(torch.int32)
-            mixed = stretch ^ (stretch >> 13)  # else two changes of a sign would cancel each other
-            sums.append((mixed * weights[words.device][: len(mixed)]).sum(dtype=torch.int32))
+            weights, wide, mixed = (each[: len(stretch)] for each in rooms[words.device])
+            torch.bitwise_right_shift(wide.copy_(stretch), 13, out=mixed)
+            mixed.bitwise_xor_(wide)  # else two changes of a sign would cancel each other
+            sums.append(mixed.mul_(weights).sum(dtype=torch.int32))
     if not sums:
         return []
     device = sums[0].device

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
@@ -250,3 +253,25 @@ def _no_memory(rank: int) -> None:
 
 def test_tensors_that_cannot_be_written_to_are_named() -> None:
     run_ranks(_no_memory, 2)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _growth(rank: int, dtype: torch.dtype) -> int:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(30_000_000, dtype=dtype)) for _ in range(2)])
+    dist.barrier()
+    before = _resident()
+    with LocalSGD(None, model, 1) as local_sgd, torch.no_grad():
+        for step in range(3):
+            for parameter in model:
+                parameter.add_(rank + step)
+            local_sgd.step()
+    return _resident() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_does_not_grow_with_the_model(dtype: torch.dtype) -> None:
+    model_bytes = 60_000_000 * dtype.itemsize
+    assert max(run_ranks(_growth, 2, dtype)) < model_bytes / 2, "staging buffers, and no second copy of any kind"
