@@ -200,7 +200,8 @@ Contestant = tuple[str, float | None]
 def time_all(rank: int, ranks: int, folder: str, name: str, rounds: int, contestants: list[Contestant], out: Any) -> None:
     """Each contestant on a model of its own, in turn, `rounds` times after one warm-up: seconds of the slowest rank."""
     start(rank, ranks, folder)
-    models = [Model(name, rank) for _ in contestants]
+    floor = Model(name, rank)  # one for all: it is only read, or written to where nobody looks
+    models = [floor if method in FLOORS else Model(name, rank) for method, _ in contestants]
     averagers = [make(method, model, bucket_mb) for (method, bucket_mb), model in zip(contestants, models, strict=True)]
     seconds: list[list[float]] = [[] for _ in averagers]
     for _ in range(rounds + 1):
