@@ -8,7 +8,7 @@ takes up to 50 ms longer for a step. Every few hundred steps all ranks compare t
 `synchronize()`. Every minute the run is saved and resumed: in the same processes, with a new model, optimizer and LocalSGD (so
 that what these leave behind shows in the memory); and in the middle of the time, right after such a save, all processes are
 killed and new ones take up the checkpoint. A simulated step is 250 ms. The memory's slope is that of each process' resident
-set, by least squares, once it has resumed for the first time.
+anonymous memory, by least squares, once it has resumed for the first time.
 
 Fails where ranks differ, where a resumed run is not what was saved, where a minute passes without a check, or where memory
 grows by more than 1 MB a minute.
@@ -75,7 +75,9 @@ class Trainer:
 
 
 def _resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    """Of the process's own making: the kernel takes pages of files back and forth as it likes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024 / 1e6
 
 
 def train(folder: str, seconds: float, generation: int) -> None:
