@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from localsgd_ext import LocalSGD, LocalSGDError, PeerError, PeerTimeoutError, averager
+from localsgd_ext import LocalSGD, LocalSGDError, PeerError, PeerTimeoutError
+from localsgd_ext.backends import reference
 
 from .ranks import run_ranks
 from .tensors import bits, values
@@ -279,7 +280,7 @@ def _broken_collective(rank: int) -> tuple[str, str]:
     try:
         with local_sgd:
             if rank == 1:
-                averager.ReferenceBackend.average = _out_of_memory  # type: ignore[method-assign]
+                reference.ReferenceBackend.average = _out_of_memory  # type: ignore[method-assign]
             local_sgd.step()
     except (RuntimeError, MemoryError) as error:
         assert torch.equal(model[0], before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -42,9 +44,16 @@ def _run(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(
-        ["bash", "-e", "-c", commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    command = ["bash", "-e", "-c", commands]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what it has started, if it is not over
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.mark.parametrize("page", COMMANDS)
