@@ -104,6 +104,7 @@ class CodedBucket:
         self._state = state
         self._outer = outer
         self._dtype, self._wide = table.dtype, wide_dtype(table.dtype)
+        self._sums = room_for_sums(torch.empty(0, dtype=self._wide, device=staging.device))
         nbytes = self._chunks.count * self._chunks.nbytes
         if self._chunks.summed:
             self._mine = self._received = self._theirs = staging[:nbytes]
@@ -165,7 +166,9 @@ class CodedBucket:
         if self._drift_numel:
             local = self._gather(self._zeros(self._numel))
             distance, mean = local.sub_(mean)[: self._drift_numel], mean[: self._drift_numel]
-            sums = torch.dot(distance, distance), torch.dot(mean, mean)
+            sums = self._sums
+            torch.dot(distance, distance, out=sums[0])
+            torch.dot(mean, mean, out=sums[1])
         momentum = self._state.fetch(MOMENTUM)
         if self._outer is None:
             anchor.add_(d)
@@ -226,6 +229,12 @@ class CodedBucket:
         blocks, begin = self._chunks.blocks, self._chunks.blocks * BLOCK * self._code.bits // 8
         scales = chunk[begin : begin + blocks * SCALE_BYTES if self._code.scaled else begin]
         return chunk[:begin].view(blocks, -1), scales.view(torch.bfloat16).view(-1, 1)
+
+
+def room_for_sums(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two scalars of its dtype, on its device. Made once: small results that outlive an averaging's large temporaries, and lie
+    between them, leave the allocator's memory in pieces that fit nothing, as much as the model has."""
+    return like.new_empty(()), like.new_empty(())
 
 
 def divide(tensor: torch.Tensor, divisor: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..layout import Bucket, Rule, Table
 from ..outer import Outer
 from ..report import span
 from ..wire import Chunks
-from .coded import CodedBucket, divide
+from .coded import CodedBucket, divide, room_for_sums
 from .interface import BoundBucket, State
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -118,6 +118,7 @@ class ReferenceBucket:
         measured = table.wire if table.wire.itemsize >= 4 else torch.float32
         self._scratch = scratch[: bucket.drift_numel * measured.itemsize].view(measured)
         self._mean = self.buffer[: bucket.drift_numel]
+        self._sums = room_for_sums(self._scratch)
         count = sum(s.offset < bucket.drift_numel for s in bucket.segments)
         self._measured = self._tensors[:count]
         self._measured_staged = list(self._scratch.split(sizes[:count])) if count else []
@@ -165,7 +166,9 @@ class ReferenceBucket:
             torch._foreach_copy_(self._measured_staged, self._measured)
         torch._foreach_copy_(self._tensors, self._staged)
         scratch.sub_(mean)
-        distance_sq = torch.dot(scratch, scratch)
+        distance_sq, mean_sq = self._sums
+        torch.dot(scratch, scratch, out=distance_sq)
         if mean.dtype != scratch.dtype:
             mean = scratch.copy_(mean)
-        return distance_sq, torch.dot(mean, mean)
+        torch.dot(mean, mean, out=mean_sq)
+        return distance_sq, mean_sq
